@@ -7,23 +7,22 @@ import time
 
 
 def stay(place, emit, *, acts=None):
-    """Does what this host has to do; else reports, and stays."""
+    """Does or raises what this host has to; else reports, and stays."""
     emit.begin("step")
     print(f"host {place.host} was here", flush=True)
-    if acts and place.host in acts:
-        acts[place.host]()
+    act = (acts or {}).get(place.host)
+    if isinstance(act, Exception):
+        raise act
+    if act is not None:
+        act()
     emit("save_started", step=place.host)
     # As a host would in a collective whose other members are gone.
     time.sleep(3600)
 
 
-def raise_(error):
-    raise error
-
-
-def end_the_supervisor(place, _):
+def end_the_supervisor(place, _, *, by=signal.SIGTERM):
     if place.host == 0:
-        os.kill(multiprocessing.parent_process().pid, signal.SIGTERM)
+        os.kill(multiprocessing.parent_process().pid, by)
     time.sleep(600)
 
 

@@ -4,6 +4,7 @@ Pathways' stand-in is one process, whose CPU devices are divided into slices. Th
 lost as by pathwaysutils' own fault simulator, and seen by its manager.
 """
 
+import contextlib
 import functools
 import os
 import threading
@@ -26,19 +27,15 @@ MANY = 1_000_000
 class Case:
     """A cluster of two slices of four devices, and what it has reported."""
 
-    def __init__(self, make, directory):
-        self._make = make
-        self.directory = directory
-        self.emit = RecordedEvents()
+    def __init__(self, make, directory, **faults_at):
+        self.directory, self.emit = directory, RecordedEvents()
         self.named = self.emit.named
-
-    def open(self, **faults_at):
+        self.notes = functools.partial(tiny_hosts.notes, directory)
         listed = [
-            faults.Fault(kind=faults.Kind(kind), target=1, at_step=step)
+            faults.Fault(kind=kind, target=1, at_step=step)
             for kind, step in faults_at.items()
         ]
-        self.cluster = self._make(self, listed)
-        return self
+        self.cluster = make(directory / "logs", injected=listed, emit=self.emit)
 
     def run(self, *, slices=(0, 1), number=1, has_changed=lambda: False, **arguments):
         work = decision.Train(slices=slices, spares=(), rows=24, accumulated=3)
@@ -52,45 +49,44 @@ class Case:
             has_changed=has_changed,
         )
 
-    def notes(self, name):
-        return tiny_hosts.notes(self.directory, name)
+
+def of_processes(logs, **more):
+    return processes.Processes(slices=2, devices_per_host=4, logs=logs, **more)
 
 
-def of_processes(case, listed):
-    made = {"slices": 2, "devices_per_host": 4, "logs": case.directory / "logs"}
-    return processes.Processes(**made, injected=listed, emit=case.emit)
-
-
-def of_pathways(case, listed):
-    return pathways.Pathways(
-        pathways.SimulatedSlices(2), injected=listed, emit=case.emit
-    )
+def of_pathways(_, **more):
+    return pathways.Pathways(pathways.SimulatedSlices(2), **more)
 
 
 @pytest.fixture(
     params=[pytest.param(of_processes, marks=pytest.mark.slow), of_pathways],
     ids=["processes", "pathways"],
 )
-def case(request, tmp_path):
-    case = Case(request.param, tmp_path)
-    yield case
-    case.cluster.close()
+def opened(request, tmp_path):
+    """Opens the cluster of a test, with faults."""
+    with contextlib.ExitStack() as resources:
+
+        def open_case(**faults_at):
+            case = Case(request.param, tmp_path, **faults_at)
+            resources.enter_context(case.cluster)
+            return case
+
+        yield open_case
 
 
 def test_faults_are_due_in_the_order_of_their_steps():
-    text = '[{"return_slice": 1, "at_step": 8}, {"kill_slice": 1, "at_step": 4}]'
+    text = '[{"return_slice": 1, "at_step": 8}, {"kill_slice": 0, "at_step": 4}]'
     listed = faults.parse(text)
-    assert listed == (
-        faults.Fault(kind=faults.Kind.KILL_SLICE, target=1, at_step=4),
-        faults.Fault(kind=faults.Kind.RETURN_SLICE, target=1, at_step=8),
-    )
-    assert faults.parse("") == ()
+    assert [(each.kind, each.target, each.at_step) for each in listed] == [
+        *(("kill_slice", 0, 4), ("return_slice", 1, 8))
+    ]
     num_due = [len(faults.due(listed, step)) for step in (3, 4, 7, 8, 9)]
     assert num_due == [0, 1, 1, 2, 2]
+    assert faults.parse("") == ()
 
 
-def test_a_world_that_was_decided_on_runs_to_its_end(case):
-    case.open()
+def test_a_world_that_was_decided_on_runs_to_its_end(opened):
+    case = opened()
     assert case.cluster.devices_per_slice == 4
     assert case.run(number=6)
     assert [each["step"] for each in case.named("step")] == [1, 2, 3]
@@ -98,16 +94,16 @@ def test_a_world_that_was_decided_on_runs_to_its_end(case):
     assert case.cluster.slices(BOTH).current == BOTH
     assert case.cluster.slices(BOTH).alive_secs.keys() == BOTH
     assert case.run(slices=(1,), number=7)
-    assert case.notes("began-7") == [{"number": 7, "slices": [1]}]
-    assert case.notes("work-7") == [{"rows": 24, "parts": 3}]
+    began = {"number": 7, "slices": [1], "rows": 24, "parts": 3}
+    assert case.notes("began-7") == [began]
     # Half of the devices.
     assert case.named("step")[-1]["loss"] == 4.0
     assert case.named("world_joined") == [{"world": 6}, {"world": 7}]
 
 
-def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
+def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(opened):
     threads, jitted = set(threading.enumerate()), jax.jit
-    case.open(kill_slice=2, return_slice=4)
+    case = opened(kill_slice=2, return_slice=4)
     with pytest.raises(WorldLostError):
         case.run(steps=MANY)
     assert [each["slice"] for each in case.named("slice_lost")] == [1]
@@ -131,34 +127,29 @@ def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
     assert jax.jit is jitted
 
 
-def test_hosts_leave_after_the_same_step_and_lose_none(case):
-    assert not case.open().run(steps=MANY, has_changed=lambda: True)
-    (step,) = {each["step"] for each in case.notes("left")}
-    assert {each["why"] for each in case.notes("left")} == {"resume"}
+def test_hosts_leave_after_the_same_step_stop_after_sigterm_and_fail_as_the_program(
+    opened,
+):
+    case = opened()
+    assert not case.run(steps=MANY, has_changed=lambda: True)
+    (step,) = {each["step"] for each in case.notes("left-1")}
+    assert {each["why"] for each in case.notes("left-1")} == {"resume"}
     assert case.named("world_left") == [{"step": step}]
-    assert not case.named("slice_lost")
     assert set(case.cluster.slices(BOTH).alive_secs) == BOTH
-
-
-def test_an_exception_of_the_training_is_the_users(case):
-    case.open()
+    assert case.run(number=2, steps=MANY, action=str(os.getpid()), at_step=2)
+    assert case.named("stop_requested")
+    assert {each["why"] for each in case.notes("left-2")} == {"stop"}
+    assert len(case.named("world_left")) == 1
+    # The exception is the user's.
     with pytest.raises(errors.RunError, match="ValueError: the number is wrong") as ei:
-        case.run(action="raise", at_step=2)
+        case.run(number=3, action="raise", at_step=2)
     assert "tiny_hosts.py" in ei.value.failures[0].traceback
     assert not case.named("slice_lost")
 
 
-def test_sigterm_ends_the_run_after_a_step(case):
-    case.open()
-    assert case.run(steps=MANY, action=str(os.getpid()), at_step=2)
-    assert case.named("stop_requested")
-    assert {each["why"] for each in case.notes("left")} == {"stop"}
-    assert not case.named("world_left")
-
-
 @pytest.mark.slow
 def test_devices_that_went_wrong_are_found_though_their_slice_was_sound(tmp_path):
-    case = Case(of_processes, tmp_path).open(break_slice=0)
+    case = Case(of_processes, tmp_path, break_slice=0)
     with case.cluster:
         assert case.run()
         with pytest.raises(WorldLostError, match="wrong"):

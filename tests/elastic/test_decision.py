@@ -14,10 +14,6 @@ WORK = decision.Work(num_slices=4, rows=24, devices_per_slice=2, max_rows_per_de
 LONG = 1e6
 
 
-def present(*numbers, secs=LONG):
-    return dict.fromkeys(numbers, secs)
-
-
 def failed(*slices, at_secs=0.0):
     return tuple(decision.Failure(slice=each, at_secs=at_secs) for each in slices)
 
@@ -50,36 +46,31 @@ def test_run_trains_on_slices_that_have_settled(
 ):
     slices = decision.Slices(
         current=frozenset(current),
-        alive_secs=present(*REST) | {1: secs},
+        alive_secs=dict.fromkeys(REST, LONG) | {1: secs},
         slow=frozenset([1] * is_slow),
     )
     chosen = decide(slices, **policy)
     assert (chosen.slices, chosen.spares) == (decided, ())
 
 
-@pytest.mark.parametrize(
-    ("at_secs", "is_quarantined"),
-    [
-        ((), False),
-        ((0, 10), False),
-        ((0, 10, 20), True),
-        ((20, 0, 10), True),
-        ((0, 10, 20.5), False),
-        ((0, 30, 40, 50), True),
-        # The failures of a slice stay.
-        ((0, 10, 20, 1e9), True),
-    ],
-)
-def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs, is_quarantined):
+@given(st.lists(st.integers(0, 60), max_size=6))
+@example([0, 10, 20])
+@example([20, 0, 10, 1000])
+@example([0, 10, 21])
+def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs):
+    ordered = sorted(at_secs)
+    is_often = any(c - a <= 20 for a, c in zip(ordered, ordered[2:], strict=False))
     failures = sum((failed(1, at_secs=each) for each in at_secs), failed(0, 2))
     slices = decision.Slices(alive_secs={}, failures=failures)
     policy = decision.Policy(quarantine_failures=3, quarantine_secs=20.0)
-    assert slices.quarantined(policy) == ({1} if is_quarantined else set())
+    assert slices.quarantined(policy) == ({1} if is_often else set())
     assert not slices.quarantined(decision.Policy())
 
 
 def test_too_few_slices_are_waited_for_and_then_the_run_stops():
-    slices = decision.Slices(alive_secs=present(0, 1), failures=failed(1, 2))
+    slices = decision.Slices(
+        alive_secs=dict.fromkeys(range(2), LONG), failures=failed(1, 2)
+    )
     policy = {"min_slices": 2, "wait_secs": 60, "quarantine_failures": 1}
     assert decide(slices, waited_secs=20, **policy) == decision.Wait(
         why="slices [0] are usable, but min_slices=2; slices [1] are quarantined after"
@@ -87,18 +78,14 @@ def test_too_few_slices_are_waited_for_and_then_the_run_stops():
         within_secs=40,
     )
     assert decide(slices, waited_secs=61, **policy).within_secs == 0
-
-
-def test_an_objection_of_the_data_is_part_of_the_reason():
-    slices = decision.Slices(alive_secs=present(0, 1))
+    # An objection of the data is part of the reason.
     asked = []
 
     def objection(num_slices, rows):
         asked.append((num_slices, rows))
         return f"{num_slices} do not divide the shards"
 
-    work = dataclasses.replace(WORK, objection=objection)
-    decided = decide(slices, work=work)
+    decided = decide(slices, work=dataclasses.replace(WORK, objection=objection))
     assert asked == [(2, 24), (1, 24)]
     assert decided.why == (
         "no subset of slices [0, 1] can divide a batch: 2 do not divide the shards;"

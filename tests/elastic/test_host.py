@@ -1,5 +1,6 @@
 """A host checks its devices, leaves as ordered, and reports phases."""
 
+import itertools
 import json
 import multiprocessing
 import types
@@ -20,30 +21,22 @@ def pipes():
         yield ours, theirs
 
 
+# From one that has not reached a host, or its supervisor is lost, to the last one.
+ORDERS = [b"", host.LEAVE, host.LOSE_MEMORY, host.STOP]
+
+
+@pytest.mark.parametrize("other", ORDERS)
 @pytest.mark.parametrize(
-    ("own", "others", "agreed"),
-    [
-        ([host.LEAVE], [host.LEAVE], host.LEAVE),
-        ([host.LEAVE], [host.LOSE_MEMORY], host.LOSE_MEMORY),
-        # The order has not reached all hosts yet.
-        ([host.LEAVE], [b""], host.LEAVE),
-        ([host.STOP], [b""], host.STOP),
-        # The run ends while its hosts leave for another world.
-        ([host.LEAVE], [host.STOP], host.STOP),
-        ([host.LOSE_MEMORY, host.STOP], [host.LOSE_MEMORY], host.STOP),
-        # The supervisor is lost, and kills this process.
-        (None, [b""], host.LEAVE),
-    ],
+    "own", [ORDERS[at:to] for at, to in itertools.combinations(range(1, 5), 2)] + [[]]
 )
-def test_all_hosts_leave_in_one_way(pipes, own, others, agreed):
+def test_all_hosts_leave_in_one_way(pipes, own, other):
     ours, theirs = pipes
-    if own is None:
+    if not own:
         ours.close()
-    for order in own or ():
+    for order in own:
         ours.send_bytes(order)
-    hosts = types.SimpleNamespace(
-        gather=lambda _, mine, **__: [mine, *(each.decode() for each in others)]
-    )
+    hosts = types.SimpleNamespace(gather=lambda _, mine, **__: [mine, other.decode()])
+    agreed = max([host.LEAVE, other, *own], key=ORDERS.index)
     assert host.HostChannel(theirs).agree(hosts) == agreed
 
 

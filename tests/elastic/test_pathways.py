@@ -44,16 +44,25 @@ def cluster():
         yield cluster
 
 
-def test_a_world_has_the_devices_of_its_slices_and_places_arrays_there(cluster):
+def test_a_world_has_the_devices_of_its_slices_whatever_becomes_of_the_others(cluster):
     def train(world):
         devices = jax.devices()
         assert list(world.mesh.devices.flat) == devices[4:]
         assert world.mesh.shape == {"slice": 2, "fsdp": 2}
         assert (world.topology.slices, world.topology.devices) == (2, 4)
+        # Where arrays are placed.
         (device,) = jax.numpy.zeros(3).devices()
         assert device in world.mesh.devices
+        for change, there in (
+            (cluster.simulated.lose, {1, 2, 3}),
+            (cluster.simulated.rejoin, {0, 1, 2, 3}),
+        ):
+            change(0)
+            assert set(cluster.slices(frozenset({2, 3})).alive_secs) == there
 
     assert cluster.train(train, 2, 3)
+    assert cluster.named("slice_lost") == [{"slice": 0, "why": "it does not answer"}]
+    assert cluster.named("slice_returned") == [{"slice": 0}]
 
 
 def test_the_arrays_of_a_lost_world_are_released(cluster):
@@ -93,20 +102,6 @@ def test_an_error_is_of_the_run_unless_a_slice_that_is_there_again_caused_it(clu
     assert not cluster.named("slice_lost")
 
 
-def test_slices_beside_a_world_are_lost_and_come_back(cluster):
-    def train(_):
-        for change, there in (
-            (cluster.simulated.lose, {0, 1, 2}),
-            (cluster.simulated.rejoin, {0, 1, 2, 3}),
-        ):
-            change(3)
-            assert set(cluster.slices(frozenset({0, 1})).alive_secs) == there
-
-    assert cluster.train(train, 0, 1)
-    assert cluster.named("slice_lost") == [{"slice": 3, "why": "it does not answer"}]
-    assert cluster.named("slice_returned") == [{"slice": 3}]
-
-
 def test_a_signal_while_a_world_is_left_for_another_one_ends_the_run(cluster):
     def train(world):
         assert world.leaving(1) is None
@@ -134,45 +129,42 @@ def state_on(num_slices):
     }
 
 
-def taken(state, step, wanted):
-    """What is taken of a state after 7 steps, and what is told of it."""
-    recorded, device_state = RecordedEvents(), world.DeviceState()
-    device_state.put(7, state)
-    found = device_state.take(step, wanted, recorded)
-    # It is kept no longer.
-    assert device_state.take(step, wanted, recorded) is None
-    return found, recorded.events
+def test_the_state_is_taken_by_another_world_that_wants_the_same():
+    def taken(state, step, wanted):
+        recorded, kept = RecordedEvents(), world.DeviceState()
+        kept.put(7, state)
+        found = kept.take(step, wanted, recorded)
+        # It is kept no longer.
+        assert kept.take(step, wanted, recorded) is None
+        return found, recorded.events
 
-
-@pytest.mark.parametrize(("before", "after"), [(3, 4), (4, 3)])
-def test_the_state_is_the_same_under_the_sharding_of_another_world(before, after):
-    old, new = state_on(before), state_on(after)
-    found, ((name, fields),) = taken(old, 7, new)
-    for leaf, expected, like in zip(
-        *map(jax.tree.leaves, (found, old, new)), strict=True
-    ):
-        assert leaf.sharding == like.sharding
-        assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes()
-    assert (name, fields["step"], fields["device_bytes"]) == ("state_kept", 7, 76)
-
-
-def test_a_state_of_another_step_or_model_or_of_lost_devices_is_not_taken():
-    before, wanted = state_on(4), state_on(3)
-    wider = {**wanted, "weights": jax.ShapeDtypeStruct((6, 4), "float32")}
-    for step, other in ((8, wanted), (7, {"step": wanted["step"]}), (7, wider)):
-        assert taken(before, step, other) == (None, [])
+    states = {number: state_on(number) for number in (3, 4)}
+    for old, new in (states[3], states[4]), (states[4], states[3]):
+        found, ((name, fields),) = taken(old, 7, new)
+        assert (name, fields["step"], fields["device_bytes"]) == ("state_kept", 7, 76)
+        for leaf, expected, like in zip(
+            *map(jax.tree.leaves, (found, old, new)), strict=True
+        ):
+            assert leaf.sharding == like.sharding
+            assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes()
+    wider = {**new, "weights": jax.ShapeDtypeStruct((6, 4), "float32")}
+    for step, other in ((8, new), (7, {"step": new["step"]}), (7, wider)):
+        assert taken(old, step, other) == (None, [])
     with mock_fault_injection.DeviceLossSimulator() as simulator:
         simulator.mark_device_lost(jax.devices()[-1])
-        assert taken(before, 7, wanted) == (None, [])
+        assert taken(old, 7, new) == (None, [])
 
 
-def test_a_head_that_was_not_started_beside_a_proxy_says_what_starts_it(
-    corpus, tmp_path
-):
+def test_a_head_starts_by_a_proxy_or_says_what_does(corpus, tmp_path, monkeypatch):
     config = runs.write_config(tmp_path, corpus, enable_single_controller=True)
     output = runs.verb("train", config, code=errors.CONFIG_EXIT_CODE)
     assert "JAX_PLATFORMS does not contain `proxy`" in output
     assert "configs/deploy/base/pathways" in output
+    calls = []
+    monkeypatch.setattr(pathwaysutils, "is_pathways_backend_used", lambda: True)
+    monkeypatch.setattr(pathwaysutils, "initialize", lambda: calls.append("initialize"))
+    pathways.initialize()
+    assert calls == ["initialize"]
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
@@ -180,11 +172,3 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
     monkeypatch.delitem(sys.modules, pathways.__name__)
     with pytest.raises(errors.ConfigError, match=r"'\.\[pathways\]'"):
         importlib.import_module(pathways.__name__)
-
-
-def test_beside_a_proxy_pathways_is_initialized(monkeypatch):
-    calls = []
-    monkeypatch.setattr(pathwaysutils, "is_pathways_backend_used", lambda: True)
-    monkeypatch.setattr(pathwaysutils, "initialize", lambda: calls.append("initialize"))
-    pathways.initialize()
-    assert calls == ["initialize"]

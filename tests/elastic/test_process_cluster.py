@@ -5,16 +5,17 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
 import pickle
+import re
 import signal
 import subprocess
-import sys
 
 import pytest
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import failures, host, process_cluster, station, watch
-from tests import host_worlds, runs
+from tests import host_worlds, process_tree, runs
 from tests.elastic import failing_hosts
 from tests.recorded_events import RecordedEvents
 
@@ -31,47 +32,44 @@ def run(program, directory, emit, *, num_hosts=2, **options):
 
 
 LOGGED = r"\n.*host-1\.log:\n.*host 1 was here"
+DIES = functools.partial(signal.raise_signal, signal.SIGKILL)
+KILLED = "killed by SIGKILL"
 
 
 @pytest.mark.parametrize(
-    ("act", "says", "lost"),
+    ("acts", "says", "lost"),
     [
         # Our own errors have their own words.
-        ((failing_hosts.raise_, errors.DataError("a is cut short")), "a is cut", ""),
-        ((failing_hosts.raise_, ValueError("no")), f"ValueError: no{LOGGED}", ""),
+        ({1: errors.DataError("a is cut short")}, "1 failed: a is cut", {}),
+        ({1: ValueError("no")}, f"1 failed: ValueError: no{LOGGED}", {}),
+        # Only of a host that could not report it there is an event.
+        ({1: DIES}, f"1 failed: {KILLED}{LOGGED}", {1: KILLED}),
         (
-            (signal.raise_signal, signal.SIGKILL),
-            f"killed by SIGKILL{LOGGED}",
-            "killed by SIGKILL",
+            {1: functools.partial(os._exit, 3)},
+            "1 failed: stopped with exit code 3\n",
+            {1: "stopped with exit code 3"},
         ),
-        ((os._exit, 3), "stopped with exit code 3\n", "stopped with exit code 3"),
+        ({0: DIES, 1: DIES}, rf"\d failed: {KILLED}", {0: KILLED, 1: KILLED}),
+        (
+            dict(enumerate([*map(RuntimeError, "ab"), errors.DataError("cause")])),
+            "2 failed: cause",
+            {},
+        ),
     ],
 )
-def test_a_failed_host_ends_the_world_with_its_own_words(
-    tmp_path, recorded, act, says, lost
+def test_a_world_ends_with_the_words_of_the_host_that_failed_first(
+    tmp_path, recorded, monkeypatch, acts, says, lost
 ):
-    program = functools.partial(failing_hosts.stay, acts={1: functools.partial(*act)})
-    # The other one would have slept for an hour.
-    with pytest.raises(failures.WorldLostError, match=f"^host 1 failed: {says}"):
-        run(program, tmp_path, recorded)
-    # Only of a host that could not report it there is an event.
-    assert recorded.named("host_lost") == [{"host": 1, "why": lost}] * bool(lost)
-
-
-def test_all_hosts_that_die_together_are_reported(tmp_path, recorded, monkeypatch):
-    # However slow this machine is.
-    monkeypatch.setattr(process_cluster, "_TOGETHER_SECS", 600)
-
-    def kill_both(cluster):
-        if len(recorded.named("save_started")) == 2:
-            cluster._training.kill()
-
-    with pytest.raises(failures.WorldLostError) as lost:
-        run(failing_hosts.stay, tmp_path, recorded, look=kill_both)
-    assert lost.value.hosts == {0, 1}
-    reported = recorded.named("host_lost")
-    assert sorted(each["host"] for each in reported) == [0, 1]
-    assert {each["why"] for each in reported} == {"killed by SIGKILL"}
+    if 0 in acts:
+        # However slow this machine is, all are heard; else one stays for an hour.
+        for pause in ("_TOGETHER_SECS", "_GRACE_SECS"):
+            monkeypatch.setattr(process_cluster, pause, 600)
+    program = functools.partial(failing_hosts.stay, acts=acts)
+    with pytest.raises(failures.WorldLostError, match=f"^host {says}") as error:
+        run(program, tmp_path, recorded, num_hosts=max(acts) + 1)
+    assert error.value.hosts == lost.keys()
+    told = {each["host"]: each["why"] for each in recorded.named("host_lost")}
+    assert told == lost
 
 
 def test_a_host_is_missed_though_one_that_it_has_forked_lives(tmp_path):
@@ -102,6 +100,13 @@ def test_hosts_that_have_nothing_to_save_are_ended_at_once(tmp_path, recorded):
         run(failing_hosts.end_the_supervisor, tmp_path, recorded)
 
 
+def test_no_host_outlives_its_supervisor(tmp_path):
+    program = functools.partial(failing_hosts.end_the_supervisor, by=signal.SIGKILL)
+    ended = runs.forked(run, program, tmp_path, events.nobody)
+    assert ended.returncode == -signal.SIGKILL
+    # That the hosts are gone is what the fixture leaves_nothing_behind checks.
+
+
 @pytest.mark.parametrize("num_hosts", [1, 2])
 def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(
     tmp_path, recorded, num_hosts
@@ -124,16 +129,6 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(
     assert len(stopped) == num_hosts
     assert recorded.named("slice_preempted") == [{"slice": 0}] * is_alone
     assert recorded.named("stop_requested") == [{"within_secs": 600}]
-
-
-def test_of_several_failures_the_cause_is_told(tmp_path, recorded, monkeypatch):
-    # However slow this machine is, the cause arrives in time.
-    monkeypatch.setattr(process_cluster, "_GRACE_SECS", 600)
-    said = [RuntimeError("an echo"), RuntimeError("another"), errors.DataError("cause")]
-    acts = [functools.partial(failing_hosts.raise_, each) for each in said]
-    program = functools.partial(failing_hosts.stay, acts=dict(enumerate(acts)))
-    with pytest.raises(errors.RunError, match=r"^host 2 failed: cause"):
-        run(program, tmp_path, recorded, num_hosts=3)
 
 
 def failure(host, at_secs, **kind):
@@ -177,55 +172,39 @@ def test_a_host_that_is_aborted_is_lost_unless_the_program_failed_before(failed,
     assert failures.lost_hosts(failed) == lost
 
 
-SLEEPING_WORLD = """
-import sys
-from tests import host_worlds
-from tests.elastic import failing_hosts
-
-host_worlds.run(
-    failing_hosts.stay,
-    num_hosts=2,
-    log_directory=sys.argv[1],
-    emit=lambda name, **_: print(name, flush=True),
-)
-"""
-
-
 @pytest.mark.slow
-def test_no_host_outlives_its_supervisor(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", SLEEPING_WORLD, tmp_path],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.environ['PYTHONPATH']}"},
-        text=True,
-    ) as started:
-        assert [started.stdout.readline() for _ in range(2)] == ["save_started\n"] * 2
-        started.kill()
-        assert started.wait(600) != 0
-    # That the hosts are gone is what the fixture leaves_nothing_behind checks.
-
-
-@pytest.mark.slow
-def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus):
-    config = runs.write_config(
-        tmp_path,
-        corpus,
-        steps=5,
-        colocated_python_data_input=False,
-        enable_multi_tier_checkpointing=True,
-        local_checkpoint_directory=str(tmp_path / "ram"),
-        local_checkpoint_period=4,
-        multi_tier_checkpointing_backup_interval_steps=4,
-    )
+def test_hosts_are_forked_by_one_thread_that_has_imported_all_they_need(
+    tmp_path, corpus
+):
+    settings = {"hosts": 2, "slices": 2, "steps": 5, "local_checkpoint_period": 4}
+    settings |= {"local_checkpoint_directory": str(tmp_path / "ram")}
+    settings |= {"multi_tier_checkpointing_backup_interval_steps": 4}
+    settings |= {"enable_multi_tier_checkpointing": True}
+    settings |= {"colocated_python_data_input": False}
+    config = runs.write_config(tmp_path, corpus, **settings)
     # A program of its own: the server of this session may have forked before.
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.elastic.warm_host", tmp_path / "logs", config],
-        env=os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.environ['PYTHONPATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
+    with subprocess.Popen(
+        runs.command("train", config),
+        env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"},
+        stderr=subprocess.DEVNULL,
+    ) as started:
+        host = process_tree.host(started, tmp_path / "tiny", 1)
+        (server,) = re.findall(
+            r"PPid:\s(\d+)", pathlib.Path(f"/proc/{host}/status").read_text()
+        )
+        assert len(os.listdir(f"/proc/{server}/task")) == 1
+        mapped = pathlib.Path(f"/proc/{server}/maps").read_text()
+        assert "jaxlib" in mapped
+        # It takes most of a second, and only agents serve HTTP.
+        assert "aiohttp" not in mapped
+    assert started.returncode == 0
+    (log,) = tmp_path.glob("tiny/logs/*/host-1.log")
+    # But for plug-ins of platforms, which JAX imports when it starts a backend.
+    late = re.findall(
+        r"^import time: .*\| +((?!jax_plugins|jax\._src\.cudacheck)"
+        r"(?:jax|orbax|grain|tensorstore|elastic_ckpt)\S*)$",
+        log.read_text(),
+        re.M,
     )
-    assert ended.returncode == 0, ended.stderr
-    # Its server had one thread.
-    assert ended.stdout == "[] 1\n"
+    assert "import time: " in log.read_text()
+    assert not late

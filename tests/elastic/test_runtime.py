@@ -9,13 +9,8 @@ from tests.recorded_events import RecordedEvents
 
 SETTLED = 1e6
 RATES = {"tokens": 9, "learning_rate": 0.1}
-RESTORED = dict.fromkeys(
-    (
-        *("local_bytes", "close_bytes", "distant_bytes", "persistent_bytes"),
-        *("bad_copies", "repaired"),
-    ),
-    0,
-)
+BYTES = ("local_bytes", "close_bytes", "distant_bytes", "persistent_bytes")
+RESTORED = dict.fromkeys((*BYTES, "bad_copies", "repaired"), 0)
 
 
 class ScriptedCluster:
@@ -78,6 +73,12 @@ def grows(cluster):
     return False
 
 
+def preempted(cluster):
+    """A slice is to end, and the world is left, if it is decided so."""
+    del cluster.present[1]
+    return not cluster.has_changed()
+
+
 def run(cluster, present_policy=None, **policy):
     work = {"num_slices": 4, "rows": 24, "devices_per_slice": 2}
     runtime.run(
@@ -91,6 +92,7 @@ def run(cluster, present_policy=None, **policy):
 
 ALL, LEFT = (0, 1, 2, 3), (0, 2, 3)
 BACK_AT_ONCE = loses(1, back_secs=0.0)
+LATER = [range(4900, 5001), *(range(n, n + 200) for n in range(4001, 5001, 200))]
 
 
 def loses_one_after(*steps):
@@ -98,40 +100,49 @@ def loses_one_after(*steps):
 
 
 @pytest.mark.parametrize(
-    ("present", "worlds", "policy", "ran", "spares"),
+    ("present", "worlds", "policy", "ran"),
     [
-        (4, [ends], {}, [ALL], [[]]),
+        (4, [ends], {}, [ALL]),
         # A slice is lost, returns and settles.
-        (4, [loses(1), grows, ends], {"min_slices": 2}, [ALL, LEFT, ALL], [[]] * 3),
+        (4, [loses(1), grows, ends], {"min_slices": 2}, [ALL, LEFT, ALL]),
         # One is back at once, but has to settle.
-        (4, [BACK_AT_ONCE, ends], {"min_slices": 2}, [ALL, LEFT], [[]] * 2),
+        (4, [BACK_AT_ONCE, ends], {"min_slices": 2}, [ALL, LEFT]),
         # A spare is there at once.
-        (
-            *(4, [BACK_AT_ONCE, ends], {"max_slices": 3}),
-            *([(0, 1, 2), (0, 2, 3)], [[3], []]),
-        ),
+        (4, [BACK_AT_ONCE, ends], {"max_slices": 3}, [(0, 1, 2), (0, 2, 3)]),
         # New steps give new retries.
         (
             *(4, [*(loses(n, steps=[n or 1]) for n in range(3)), ends]),
-            *({"max_retries": 2}, [ALL, (1, 2, 3), (2, 3), (3,)], [[]] * 4),
+            *({"max_retries": 2}, [ALL, (1, 2, 3), (2, 3), (3,)]),
         ),
         # One that is lost repeatedly is not used again.
         (
             *(3, [loses_one_after(1), loses_one_after(2), ends]),
             {"min_slices": 2, "quarantine_failures": 2},
-            *([(0, 1, 2), (0, 1, 2), (0, 2)], [[]] * 3),
+            [(0, 1, 2), (0, 1, 2), (0, 2)],
+        ),
+        # The slice with the newest steps is lost, and its memory; each world begins
+        # later than the one before.
+        (
+            *(1, [*(loses(steps=steps) for steps in LATER), ends]),
+            *({"max_retries": 2}, [(0,)] * 7),
+        ),
+        # Without retries, slices that are preempted are not left.
+        (2, [preempted], {"min_slices": 2, "max_retries": 0}, [(0, 1)]),
+        # A crash is not that of the program if a world was past it.
+        (
+            *(2, [*(loses(steps=each, signal=11) for each in ((), (1, 2), ())), ends]),
+            *({}, [(0, 1)] * 4),
         ),
     ],
 )
-def test_worlds_have_the_slices_that_are_decided_on(
-    present, worlds, policy, ran, spares
-):
+def test_worlds_have_the_slices_that_are_decided_on(present, worlds, policy, ran):
     cluster = ScriptedCluster(present, *worlds)
     run(cluster, **policy)
     events = cluster.events
     assert cluster.ran == [*enumerate(ran, start=1)]
     started = events.named("world_started")
     assert [each["world"] for each in started] == [number for number, _ in cluster.ran]
+    spares = [[3], []] if "max_slices" in policy else [[]] * len(ran)
     assert [each["spares"] for each in started] == spares
     quarantined = {"slice": 1, "why": "it has failed 2 times in this run"}
     is_quarantined = "quarantine_failures" in policy
@@ -144,24 +155,22 @@ def raises(_):
     raise errors.RunError("ZeroDivisionError")
 
 
-def trains(first, until):
-    """A world that trains some steps, and loses hosts, but no slice."""
-    return loses(steps=range(first, until))
-
-
-QUARANTINE = {"min_slices": 2, "quarantine_failures": 1, "wait_secs": 0}
 BRIEF = {"min_slices": 2, "wait_secs": 0.01}
 
 
 @pytest.mark.parametrize(
     ("present", "worlds", "policy", "count", "message"),
     [
+        (1, [], {"min_slices": 2, "wait_secs": 0}, 0, "min_slices=2; bring"),
         (
             *(2, [loses(0)], BRIEF, 1),
             r"after a wait of 0 s, slices \[1\] are usable, but min_slices=2; bring",
         ),
+        # Slices that are preempted are left, even if the others have to wait.
+        (2, [preempted], BRIEF, 1, r"a wait of 0 s, .* min_slices=2; bring"),
         (
-            *(2, [loses_one_after()], QUARANTINE, 1),
+            *(2, [loses_one_after()]),
+            *({"min_slices": 2, "quarantine_failures": 1, "wait_secs": 0}, 1),
             r"slices \[1\] are quarantined after repeated failures; bring slices back",
         ),
         (
@@ -169,42 +178,29 @@ BRIEF = {"min_slices": 2, "wait_secs": 0.01}
             "3 worlds in a row were lost without a new step, .* First loss: host 0",
         ),
         # Worlds fail before a save.
-        (1, [trains(11, 14)] * 4, {"max_retries": 2}, 3, "3 worlds in a row"),
+        (
+            1,
+            [loses(steps=range(11, 14))] * 4,
+            {"max_retries": 2},
+            3,
+            "3 worlds in a row",
+        ),
         (4, [loses(3)], {"max_retries": 0}, 1, "^host 0 failed: killed by SIGKILL"),
         (4, [raises, ends], {"max_retries": 5}, 1, "ZeroDivision"),
     ],
 )
-def test_a_run_ends_if(present, worlds, policy, count, message):
+def test_a_run_ends_and_says_why(present, worlds, policy, count, message):
     cluster = ScriptedCluster(present, *worlds)
     with pytest.raises(errors.RunError, match=message):
         run(cluster, **policy)
     assert len(cluster.ran) == count
     assert bool(cluster.waited) == (policy is BRIEF)
     assert len(cluster.events.named("waiting_for_slices")) == (policy is BRIEF)
-
-
-def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
-    cluster = ScriptedCluster(1)
-    with pytest.raises(errors.RunError, match="min_slices=2"):
-        run(cluster, min_slices=2, wait_secs=0)
-    (judged,) = cluster.events.named("verdict")
-    assert judged["kind"] == "cannot_continue"
-    assert (judged["world"], judged["step"]) == (0, 0)
-
-
-def test_a_run_goes_on_while_each_world_begins_later_than_the_lost_one_did():
-    # The slice with the newest steps is lost, and its memory.
-    again = [trains(first, first + 200) for first in range(4001, 5001, 200)]
-    cluster = ScriptedCluster(1, trains(4900, 5001), *again, ends)
-    run(cluster, max_retries=2)
-    assert len(cluster.ran) == 7
-
-
-def test_a_crash_is_not_that_of_the_program_if_a_world_was_past_it():
-    crashes = [loses(steps=steps, signal=11) for steps in ((), (1, 2), ())]
-    cluster = ScriptedCluster(2, *crashes, ends)
-    run(cluster)
-    assert len(cluster.ran) == 4
+    # It is judged, even before its first world.
+    *_, judged = cluster.events.named("verdict")
+    assert judged["world"] == count
+    if not count:
+        assert (judged["kind"], judged["step"]) == ("cannot_continue", 0)
 
 
 def test_what_a_change_of_slices_took_is_told_after_the_first_step():
@@ -243,19 +239,3 @@ def test_another_policy_changes_the_slices_and_is_reported_once():
     assert [slices for _, slices in cluster.ran] == [ALL, (0, 1)]
     requested = cluster.events.named("scale_requested")
     assert requested == [{"slices": 2, "chosen": [0, 1]}]
-
-
-def test_slices_that_are_preempted_are_left_if_there_are_retries():
-    def preempts(cluster):
-        del cluster.present[1]
-        cluster.decided = cluster.has_changed()
-        return not cluster.decided
-
-    # Even if the others have to wait.
-    cluster = ScriptedCluster(2, preempts)
-    with pytest.raises(errors.RunError, match=r"a wait of 0 s, .* min_slices=2"):
-        run(cluster, **BRIEF)
-    assert isinstance(cluster.decided, decision.Wait)
-    cluster = ScriptedCluster(2, preempts)
-    run(cluster, min_slices=2, max_retries=0)
-    assert cluster.decided is None

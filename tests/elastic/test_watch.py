@@ -1,162 +1,126 @@
 """Hosts that hang or are slow are found by their heartbeats and phases."""
 
-import collections
+import itertools
+import math
 
 import pytest
 
 from elastic_ckpt.elastic import watch
 
-LIMITS = watch.Limits(most_secs=600.0, heartbeat_secs=20.0)
-ALL = (0, 1, 2)
+# A phase begins once more, which heartbeats alone tell; a host ends.
+AGAIN, END = "again", "end"
+# Of a host, the phase that it begins in a second.
+START, STEP, COMPILE = {}, {0: "step"}, {0: "compile"}
+REACH, JOIN = {0: watch.REACH}, {0: watch.REACH, 1: watch.JOIN}
 
 
-class World:
-    """Hosts whose clocks, heartbeats and phases the test moves."""
+def first_hang(hosts, silent_from=math.inf, paused_at=math.inf, heartbeat_secs=20.0):
+    """The first second in which hosts hang, which ones, and why.
 
-    def __init__(self, limits=LIMITS, hosts=3):
-        self.secs = 1000.0
-        self.watch = watch.Watch(limits, hosts, now_secs=self.secs)
-        self.begun = collections.Counter()
-        self.whys = []
-
-    def after(self, *acts):
-        for act in acts:
-            act(self)
-        return self.watch.hang()
-
-    def slow_after(self, secs, *loads):
-        """The hosts that become slow, if each second of theirs has these parts."""
-        named = []
-        for _ in range(secs):
-            passes(1, ())(self)
-            for host, load in enumerate(loads):
-                self.watch.heartbeat(host, self.begun[host], load)
-            named += self.watch.newly_slow()
-        self.whys = [why for *_, why in named]
-        return [(host, phase) for host, phase, _ in named]
-
-
-def passes(secs, hosts=ALL):
-    """Time passes; these hosts send a heartbeat at its end."""
-
-    def act(world):
-        until_secs = world.secs + secs
-        while world.secs < until_secs:
-            world.secs = min(world.secs + 1, until_secs)
-            world.watch.look(now_secs=world.secs)
-        for host in hosts:
-            world.watch.heartbeat(host, world.begun[host], {})
-
-    return act
-
-
-def stands_still(world):
-    """The watching process is paused, or the hosts wait for their world to begin."""
-    world.secs += 900
-    world.watch.look(now_secs=world.secs)
-
-
-def begins(phase, hosts=ALL):
-    def act(world):
-        for host in hosts:
-            world.begun[host] += 1
-            world.watch.begin(host, phase, world.begun[host])
-
-    return act
-
-
-reaches, joins = begins(watch.REACH), begins(watch.JOIN, (0, 1))
-host_0_reaches, host_0_joins = begins(watch.REACH, (0,)), begins(watch.JOIN, (0,))
-others_reach, all_join = begins(watch.REACH, (1, 2)), begins(watch.JOIN)
-step, compiles, others_step = begins("step"), begins("compile"), begins("step", (0, 2))
-a_second, bound_is_over = passes(1), [passes(599), passes(2)]
-left_by_one = [a_second, begins("evaluate", (0,)), passes(598), passes(3)]
-nobody = set()
+    Host 1 sends no heartbeats from a second on. The watching process is paused in one,
+    or the hosts wait for their world to begin.
+    """
+    limits = watch.Limits(most_secs=600.0, heartbeat_secs=heartbeat_secs)
+    watched = watch.Watch(limits, len(hosts), now_secs=1000.0)
+    begun, alive = [0] * len(hosts), {*range(len(hosts))}
+    for secs in range(2000):
+        watched.look(now_secs=1000.0 + secs + 900 * (secs >= paused_at))
+        for host, phases in enumerate(hosts):
+            phase = phases.get(secs)
+            begun[host] += phase is not None
+            if phase == END:
+                alive.remove(host)
+                watched.end(host)
+            elif phase not in (None, AGAIN):
+                watched.begin(host, phase, begun[host])
+            if host in alive and (host != 1 or secs < silent_from):
+                watched.heartbeat(host, begun[host], {})
+        if hang := watched.hang():
+            return secs, set(hang.hosts), hang.why
+    return None
 
 
 @pytest.mark.parametrize(
-    ("acts", "hosts", "why"),
+    ("hosts", "more", "secs", "found", "why"),
     [
         # No heartbeat, in any phase.
-        ([a_second, *[passes(1, (0, 2))] * 21], {1}, "for 21 s, in ['start']"),
+        ([START] * 3, {"silent_from": 5}, 25, {1}, "no heartbeat for 21 s, in 'start'"),
         # None yet, so it has the time of its phase.
-        ([passes(1, (0, 2))] * 601, nobody, "phase 'start' for 601 s"),
-        ([compiles, passes(600), a_second], nobody, "phase 'compile' for 601 s"),
+        ([START] * 3, {"silent_from": 0}, 601, set(), "start"),
+        ([COMPILE] * 3, {}, 601, set(), "compile"),
         # One is behind the others.
-        ([step, a_second, others_step, *bound_is_over], {1}, "'step'"),
-        # One does not reach host 0, and nobody does.
-        ([reaches, joins, passes(30), a_second], {2}, "phase 'reach' for 31 s"),
-        ([reaches, host_0_joins, passes(30), a_second], {0}, "'join'"),
-        ([reaches, all_join, passes(600), a_second], nobody, "'join'"),
+        ([{**STEP, 1: "step"}, STEP, {**STEP, 1: "step"}], {}, 601, {1}, "step"),
+        # One does not reach host 0, as slowly as a heartbeat may take; and nobody does.
+        ([JOIN, JOIN, REACH], {}, 32, {2}, "reach"),
+        ([JOIN, JOIN, REACH], {"heartbeat_secs": 90.0}, 92, {2}, "reach' for 92 s"),
+        ([JOIN, REACH, REACH], {}, 32, {0}, "join"),
+        ([JOIN] * 3, {}, 602, set(), "join"),
         # Time counts from when host 0 listens.
         (
-            [others_reach, passes(100), host_0_reaches, joins, passes(30), a_second],
-            {2},
-            "'reach'",
+            [{100: watch.REACH, 101: watch.JOIN}, {**REACH, 101: watch.JOIN}, REACH],
+            *({}, 132, {2}, "reach"),
         ),
         # Time in which nobody looks does not count, and no heartbeats are missed in it.
-        ([reaches, joins, stands_still, passes(29), a_second], {2}, "'reach'"),
-        ([step, a_second, stands_still, *[passes(1, (0, 2))] * 20], {1}, "for 21 s"),
+        ([JOIN, JOIN, REACH], {"paused_at": 9}, 32, {2}, "reach"),
+        (
+            *([STEP] * 3, {"silent_from": 5, "paused_at": 9}, 25, {1}),
+            "no heartbeat for 21 s, in 'step'",
+        ),
         # One has not started, for which the others wait.
-        ([begins(watch.REACH, (0, 1)), joins, passes(600), a_second], {2}, "'start'"),
-        ([others_reach, passes(600), a_second], {0}, "'start'"),
+        ([JOIN, JOIN, START], {}, 602, {2}, "start"),
+        ([START, REACH, REACH], {}, 601, {0}, "start"),
         # Some are in a phase that another one has left: its slice may have lost its
         # memory, its machine may be new, it had the program.
         *(
-            ([begins(phase), *left_by_one], {1, 2}, f"phase '{phase}' for 602 s")
+            ([{0: phase, 1: "evaluate"}, *[{0: phase}] * 2], {}, 602, {1, 2}, phase)
             for phase in ("start", "prepare", "restore", "compile", "step")
         ),
         # Those in a step have the time of the one that compiles.
         (
-            [step, begins("compile", (1,)), others_step, *bound_is_over],
-            nobody,
-            "'step'",
+            [{**STEP, 1: "step"}, {**STEP, 1: "compile"}, {**STEP, 1: "step"}],
+            *({}, 602, set(), "step"),
         ),
         # A program is not judged by another one.
-        (
-            [compiles, a_second, step, a_second, compiles, *bound_is_over],
-            nobody,
-            "'compile'",
-        ),
+        ([{**COMPILE, 1: "step", 2: "compile"}] * 3, {}, 603, set(), "compile"),
+        # A known phase may take ten times its longest.
+        ([{0: "step", 1: AGAIN, 2: AGAIN}] * 3, {}, 63, set(), "step"),
+        ([{0: "step", 12: AGAIN, 20: AGAIN}] * 3, {}, 141, set(), "step"),
+        ([{0: "step", 100: AGAIN}] * 3, {}, 701, set(), "step"),
+        ([{0: "train", 1: AGAIN}] * 3, {}, 602, set(), "train"),
     ],
 )
-def test_hang_is_found_when_its_time_is_over_and_not_before(acts, hosts, why):
-    world = World()
-    assert world.after(*acts[:-1]) is None
-    hang = world.after(acts[-1])
-    assert hang.hosts == hosts
-    assert why in hang.why
+def test_hang_is_found_when_its_time_is_over_and_not_before(
+    hosts, more, secs, found, why
+):
+    told = first_hang(hosts, **more)
+    assert told[:2] == (secs, found)
+    assert why in told[2].replace("[", "").replace("]", "")
 
 
-@pytest.mark.parametrize(
-    ("phase", "longest_secs", "most_secs"),
-    [("step", 0.1, 60), ("step", 12, 120), ("step", 100, 600), ("train", 1, 600)],
-)
-def test_a_known_phase_may_take_ten_times_its_longest(phase, longest_secs, most_secs):
-    world = World()
-    world.after(begins(phase))
-    for _ in range(3):
-        world.after(passes(longest_secs))
-        # Heartbeats tell that the same phase has begun once more.
-        world.begun.update(ALL)
-        world.after(passes(0))
-    assert world.after(passes(most_secs - 0.5)) is None
-    assert f"phase '{phase}'" in world.after(a_second).why
+@pytest.mark.parametrize("phases", [{0: watch.CLOSE}, {**STEP, 5: END}])
+def test_uploads_at_the_end_and_hosts_that_have_ended_may_take_any_time(phases):
+    assert first_hang([phases] * 3) is None
 
 
-def test_a_host_reaches_host_0_as_slowly_as_a_heartbeat_may_take():
-    world = World(watch.Limits(most_secs=600.0, heartbeat_secs=90.0))
-    assert world.after(reaches, joins, passes(90)) is None
-    assert world.after(a_second).why == "hangs in phase 'reach' for 91 s"
+def slow_hosts(num_hosts):
+    """A function that tells what becomes slow while steps have these parts a second."""
+    watched = watch.Watch(watch.Limits(), num_hosts, now_secs=0.0)
+    for host in range(num_hosts):
+        watched.begin(host, "step", 1)
+    clock = itertools.count(1.0)
 
+    def after(secs, *loads):
+        found = []
+        for now_secs in itertools.islice(clock, secs):
+            watched.look(now_secs=now_secs)
+            for host, load in enumerate(loads):
+                watched.heartbeat(host, 1, load)
+            found += [
+                f"{host}, {phase}: {why}" for host, phase, why in watched.newly_slow()
+            ]
+        return found
 
-def test_uploads_at_the_end_may_take_any_time_and_hosts_that_ended_count_no_more():
-    world = World()
-    assert world.after(begins(watch.CLOSE), passes(10_000)) is None
-    world.after(step)
-    for host in ALL:
-        world.watch.end(host)
-    assert world.after(passes(1000, ())) is None
+    return after
 
 
 QUICK = {"late": 0.02, "data": 0.05}
@@ -167,43 +131,41 @@ WAITING = {"late": 0.02, "data": 0.8}
 @pytest.mark.parametrize(
     ("secs", "loads", "named"),
     [
-        (30, [QUICK, STARVED, QUICK], [(1, "step")]),
-        (30, [WAITING, QUICK], [(0, "data")]),
+        (30, [QUICK, STARVED, QUICK], "1, step: it was stopped"),
+        (30, [WAITING, QUICK], "0, data: it waited"),
+        (
+            *(30, [{"data": 0.804}, {"data": 0.012}, {"data": 0.03}]),
+            "data 80 % of the time; the median of the other hosts is 2 %",
+        ),
         # Named once.
-        (300, [QUICK, STARVED, QUICK], [(1, "step")]),
+        (300, [QUICK, STARVED, QUICK], "1, step"),
         # Those that are equally slow, as on a machine that has too few processors.
-        (300, [STARVED, STARVED, STARVED, QUICK], []),
-        (300, [{"late": part} for part in (0.2, 0.3, 0.5, 0.25)], []),
+        (300, [STARVED, STARVED, STARVED, QUICK], ""),
+        (300, [{"late": part} for part in (0.2, 0.3, 0.5, 0.25)], ""),
         # A small part of its time.
-        (300, [{"late": 0.25}, {"late": 0.001}, {"late": 0.001}], []),
+        (300, [{"late": 0.25}, {"late": 0.001}, {"late": 0.001}], ""),
         # Nothing to compare it with.
-        (300, [STARVED], []),
-        (100, [{}], []),
-        (100, [], []),
+        (300, [STARVED], ""),
+        (100, [{}], ""),
+        (100, [], ""),
     ],
 )
 def test_a_host_is_slow_in_a_phase_if_it_is_so_alone(secs, loads, named):
-    world = World(hosts=len(loads))
-    world.after(begins("step", range(len(loads))))
-    assert world.slow_after(secs, *loads) == named
+    found = slow_hosts(len(loads))(secs, *loads)
+    assert len(found) == bool(named)
+    assert named in "".join(found)
 
 
 @pytest.mark.parametrize("pause_secs", [1, 10, 20])
 def test_a_pause_of_a_host_is_not_slow_and_a_relapse_is(pause_secs):
-    world = World()
+    slow_after = slow_hosts(3)
+
+    def count(secs, load):
+        return len(slow_after(secs, load, QUICK, QUICK))
+
     for _ in range(5):
-        assert not world.slow_after(pause_secs, QUICK, STARVED, QUICK)
-        assert not world.slow_after(30, QUICK, QUICK, QUICK)
-    assert not world.slow_after(1, {"data": 60.0}, QUICK, QUICK)
-    assert not world.slow_after(60, QUICK, QUICK, QUICK)
+        assert not count(pause_secs, STARVED) + count(30, QUICK)
+    assert not count(1, {"data": 60.0}) + count(60, QUICK)
     for _ in range(2):
-        assert len(world.slow_after(40, QUICK, STARVED, QUICK)) == 1
-        world.slow_after(10, QUICK, QUICK, QUICK)
-
-
-def test_the_reason_has_both_numbers():
-    world = World()
-    world.slow_after(30, {"data": 0.804}, {"data": 0.012}, {"data": 0.03})
-    assert world.whys == [
-        "it waited for its data 80 % of the time; the median of the other hosts is 2 %"
-    ]
+        assert count(40, STARVED) == 1
+        count(10, QUICK)

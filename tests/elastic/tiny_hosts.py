@@ -14,10 +14,10 @@ RATES = {"tokens": 9, "learning_rate": 0.1}
 
 
 def counts(world, *, steps, directory, action="", at_step=0):
-    """Sums over all devices in each step; in one of them host 0 does `action`."""
+    """Sums over all devices; in a step host 0 raises, or has a process end."""
     directory = pathlib.Path(directory)
-    note(directory, world, "began", number=world.number, slices=world.slices)
-    note(directory, world, "work", rows=world.rows, parts=world.microbatches)
+    work = {"rows": world.rows, "parts": world.microbatches}
+    note(directory, world, "began", number=world.number, slices=world.slices, **work)
     sharding = topology.over_all_devices(world.mesh)
     ones = jax.make_array_from_callback(
         (world.mesh.size,), sharding, lambda _: np.ones(1, np.float32)
@@ -27,18 +27,12 @@ def counts(world, *, steps, directory, action="", at_step=0):
         loss = float(total(ones))
         world.emit("step", step=step, steps=steps, loss=loss, secs=0.0, **RATES)
         if step == at_step and topology.is_primary():
-            act(action)
+            if action == "raise":
+                raise ValueError("the number is wrong")
+            os.kill(int(action), signal.SIGTERM)
         if why := world.leaving(step):
             note(directory, world, "left", step=step, why=why)
             return
-
-
-def act(action):
-    """Fails, or asks the process whose number is given to end."""
-    if action == "raise":
-        raise ValueError("the number is wrong")
-    if action:
-        os.kill(int(action), signal.SIGTERM)
 
 
 def note(directory, world, name, **values):

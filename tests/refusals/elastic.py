@@ -29,6 +29,11 @@ def hanging_pathways(_):
     pathways.Pathways(pathways.SimulatedSlices(2), injected=[hang])
 
 
+def unnamed_function(directory):
+    with ec.elastic.Processes(slices=2, logs=directory) as cluster:
+        ec.elastic.run(lambda world: world.number, cluster=cluster)
+
+
 SHARED = {"slices": 2, "machines": 2, "shared": "shared"}
 RAM = {"slices": 2, "run": "x"}
 
@@ -70,6 +75,11 @@ REFUSALS = {
     ),
     "processes: a path for a name": Refusal(
         processes(slices=2, run="a/b"), "pass a valid directory name"
+    ),
+    "processes: a function without a name": Refusal(
+        unnamed_function,
+        r"cannot be sent to host processes \(.*<lambda>.*; define it with `def` at the",
+        writes=True,
     ),
     "machines: nothing shared": Refusal(
         processes(slices=2, machines=2), "needs a directory that all its machines share"
