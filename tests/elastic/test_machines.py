@@ -517,6 +517,11 @@ def test_messages_go_both_ways_until_a_peer_ends_or_fails(monkeypatch, lose, say
     with contextlib.closing(link.Listener("127.0.0.1", 600)) as listener:
         with pytest.raises(link.LinkLostError):
             link.connect(listener.address, "another key", 600)
+        reached = link.socket.create_connection(listener.address.split(":"))
+        with link._as_connection(reached, 600) as stranger:
+            stranger.recv_bytes()
+            stranger.send_bytes(bytes(20))
+            assert stranger.recv_bytes() == b"#FAILURE#"
         assert listener.accepted.empty()
         far = link.connect(listener.address, listener.key, 600, machine=1)
         near = listener.accepted.get(timeout=600)
