@@ -215,10 +215,11 @@ class Trainer:
                 _gradient_norm=report.gradient_norm,
                 _rows=(report.example_id, report.row_digests),
             )
-            leaving = done < steps and self.world.leaving(done) is not None
             if done == start_step + 1:
                 # The first step's loss ends a slice change and may reveal a bad state.
+                # Only then does the supervisor start processes for the next change.
                 self._catch_up()
+            leaving = done < steps and self.world.leaving(done) is not None
             self._evaluate(done, state)
             is_due = self.saver is not None and (
                 leaving or self.saver.is_due(done, last=done == steps)
