@@ -347,7 +347,7 @@ class HostsCheckpointer:
         Args:
           step: the step number. If that step was not saved, the metrics apply to the
             newest saved step before it.
-          metrics: a dict from metric name to number.
+          metrics: numbers, keyed by metric name.
 
         Raises:
           CheckpointError: if the metrics are not JSON, or there is no persistent tier.
@@ -405,8 +405,8 @@ class HostsCheckpointer:
           step: the step number; None means the newest complete step.
 
         Returns:
-          The step; its `metadata` is a dict from name to an abstract tree for each
-          pytree, and to None for each component.
+          The step; its `metadata` contains an abstract tree for each pytree and None
+          for each component, keyed by name.
 
         Raises:
           StepNotFoundError: if there is no such step.
@@ -462,7 +462,7 @@ class HostsCheckpointer:
         Args:
           step: the step number; None means the newest complete step or, if that step
             turns out to be unreadable, the step before it.
-          abstract_checkpointables: a dict from name to each checkpointable to restore;
+          abstract_checkpointables: the checkpointables to restore, keyed by name;
             nothing else is read:
 
             * for a pytree, the tree with abstract leaves (`jax.ShapeDtypeStruct`s with
@@ -476,10 +476,10 @@ class HostsCheckpointer:
           layout: an `ec.universal.Layout`, or a layout name, for reading trees that
             were saved with different leaves.
           roll_back: whether to continue training from this step even though newer steps
-            are complete. The newer steps are abandoned, which is recorded in storage
-            before this call returns. Without `roll_back`, the run does not continue
-            from an older step: if components are loaded, or nothing was loaded or
-            saved before, the next save raises an error.
+            are complete. The newer steps are abandoned, and storage records this before
+            the call returns. Without `roll_back`, the run does not continue from an
+            older step: if components are loaded, or nothing was loaded or saved before,
+            the next save raises an error.
 
         Returns:
           A dict from name to the restored pytree or loaded object.
@@ -668,8 +668,8 @@ class HostsCheckpointer:
     def close(self) -> None:
         """Waits for all saves and backups, then releases the hosts.
 
-        If the run continues in another world, which will make the backups, this waits
-        only for the last commit.
+        If the run continues in another world, that world backs up the steps, and this
+        waits only for the last commit.
 
         Raises:
           CheckpointError: if a step that was due is not in persistent storage.
@@ -682,10 +682,11 @@ class HostsCheckpointer:
         self._resources.close()
 
     def leave(self, error: BaseException) -> None:
-        """Releases the hosts after an error in training or Ctrl-C.
+        """Releases the hosts after Ctrl-C or an error in training.
 
-        If this is the only process or all processes leave at the same time, waits at
-        most ten minutes for saves in flight to finish. A second Ctrl-C ends the wait.
+        If this is the only process, or if all processes leave at the same time, waits
+        at most ten minutes for saves in flight to finish. A second Ctrl-C ends the
+        wait.
         A `with` block calls this when an exception escapes the block.
 
         Args:

@@ -239,8 +239,8 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
 
     Args:
       step: a step from `ec.watch_steps`, or a step directory in persistent storage.
-      metrics: a dict from metric name to number, which replaces any metrics recorded
-        earlier for the step.
+      metrics: numbers, keyed by metric name, which replace any metrics recorded earlier
+        for the step.
 
     Raises:
       CheckpointError: if the step was not saved by a run of this library, or the

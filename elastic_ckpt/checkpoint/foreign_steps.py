@@ -220,8 +220,8 @@ def read_checkpointables(path: epath.Path) -> dict[str, Any]:
     """Describes a step's checkpointables as Orbax v1 does, in a dict keyed by name.
 
     Trees are read with Orbax v0, because v1's metadata reader fails on bool leaves. A
-    JSON checkpointable is described by its value. Others, and unreadable ones, are
-    None.
+    JSON checkpointable is described by its value. Checkpointables of other kinds, and
+    unreadable ones, map to None.
 
     Raises:
       CheckpointError: if Orbax cannot read the step.

@@ -48,7 +48,7 @@ class Hosts(Protocol):
 
     @property
     def is_apart(self) -> bool:
-        """Whether host `own` is a different process, whose memory is out of reach."""
+        """Whether host `own` is a different process, whose memory is unreachable."""
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs

@@ -42,7 +42,7 @@ class StoredFiles:
     """A component's files, loaded and saved unchanged.
 
     Attributes:
-      files: a dict from file name to content.
+      files: the content of the files, keyed by file name.
     """
 
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)

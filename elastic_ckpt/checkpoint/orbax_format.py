@@ -80,7 +80,7 @@ def array_name(key_path: KeyPath) -> str:
 
 
 def metadata_files(
-    checkpointables: Mapping[str, Any],
+    trees: Mapping[str, Any],
     components: Collection[str],
     *,
     chunks: Mapping[str, Sequence[int]],
@@ -89,15 +89,15 @@ def metadata_files(
     metrics: Mapping[str, Any] | None = None,
     custom: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """Returns a dict from path to content of the files that Orbax adds to a step.
+    """The content of the files that Orbax adds to a step, keyed by path.
 
     Args:
-      checkpointables: pytrees by name. A `jax.ShapeDtypeStruct` with a sharding may
-        replace a JAX array.
-      components: the names of other checkpointables, which Orbax treats as
-        `StatefulCheckpointable`s.
-      chunks: a dict from leaf path to chunk shape; for typed random keys, the chunk
-        shape of their data.
+      trees: pytrees by name. A `jax.ShapeDtypeStruct` with a sharding may replace a JAX
+        array.
+      components: the names of the checkpointables that are not pytrees; Orbax treats
+        them as `StatefulCheckpointable`s.
+      chunks: chunk shapes, keyed by leaf path; for typed random keys, the chunk shape
+        of their data.
       init_timestamp_nsecs: when the save began, in nanoseconds since 1970.
       commit_timestamp_nsecs: when the step was committed, in nanoseconds since 1970.
       metrics: the metrics by which policies rank steps; None if the step was not
@@ -108,10 +108,10 @@ def metadata_files(
       CheckpointError: if a leaf has a type that Orbax does not save.
     """
     pytree = handler_name("PyTreeHandler")
-    handlers = dict.fromkeys(checkpointables, pytree)
+    handlers = dict.fromkeys(trees, pytree)
     handlers |= dict.fromkeys(components, handler_name("StatefulCheckpointableHandler"))
     files: dict[str, bytes] = {}
-    for name, tree in checkpointables.items():
+    for name, tree in trees.items():
         for file, content in tree_files(name, tree, chunks).items():
             files[f"{name}/{file}"] = content
     if metrics is not None:
@@ -146,7 +146,7 @@ def handler_name(name: str) -> str:
 def tree_files(
     checkpointable: str, tree: Any, chunks: Mapping[str, Sequence[int]]
 ) -> dict[str, bytes]:
-    """Returns a dict from path to content of the files that Orbax adds to a tree.
+    """The content of the files that Orbax adds to a tree, keyed by path.
 
     Raises:
       CheckpointError: see `metadata_files`.

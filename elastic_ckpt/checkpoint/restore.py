@@ -126,7 +126,7 @@ def find(
       step: the step number; None means the newest complete step.
       emit: a function called with events about skipped steps, peers that refuse
         requests, and unreachable storage.
-      without: a dict from unreadable step to the reason.
+      without: why steps are unreadable, keyed by step.
       own_line: the line that the caller has saved to.
 
     Raises:
@@ -246,7 +246,7 @@ class Restored(NamedTuple):
       search: the outcome of the search for the step.
       components: the names of all components of the step, requested or not; empty if
         stock Orbax saved the step.
-      checkpointables: a dict from name to the restored pytree or component.
+      checkpointables: the restored pytrees and components, keyed by name.
     """
 
     search: SearchOutcome

@@ -89,8 +89,7 @@ class CapturedStep:
         """Omits, on all hosts, optional components that any of the hosts cannot save.
 
         Returns:
-          The step without those components, and a dict from the name of each to the
-          reason.
+          The step without those components, and the reasons, keyed by component name.
         """
         why: dict[str, str] = {}
         optional = {

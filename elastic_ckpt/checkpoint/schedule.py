@@ -55,7 +55,7 @@ class Schedule:
       clock: the clock for backups that are due by time.
       agree: a function that returns host 0's arguments in every process.
       stored: the steps that a policy sees, in ascending order: the step that the run
-        resumed from, if any, and all steps due in storage since then.
+        resumed from, if any, and all steps due to be saved to storage since then.
     """
 
     chosen: Chosen

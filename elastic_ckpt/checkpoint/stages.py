@@ -10,9 +10,9 @@ from the captured memory, and the step exists once all have written their shares
 A save waits until the previous one is committed. Late copies and backups never delay
 training; they skip steps instead. The newest waiting step replaces earlier ones and is
 processed when another step is saved or the run ends. After a failure, which is
-reported, a step is retried at the same times. A step that is due in storage but does
-not fit into RAM is uploaded from the captured memory; until that is done, no other step
-is committed.
+reported, a step is retried at the same times. A step that is due to be saved to storage
+but does not fit into RAM is uploaded from the captured memory; until that is done, no
+other step is committed.
 
 After a restore, the stages first make the copies and the backup of the restored step,
 unless earlier worlds already did.
@@ -130,8 +130,8 @@ class SaveStages:
       clock: the clock for backups that are due by time.
       world: this world's place in the run.
       emit: a function called for each event, in the stages' threads.
-      write_claim: the claim to write to storage; None if this process does not write
-        there.
+      write_claim: the run's write claim; None if this process does not write to
+        storage.
 
     Attributes:
       committed: the newest step that these stages have committed; None before the first
@@ -161,8 +161,8 @@ class SaveStages:
         # The first save does not wait for the removal of leftovers, but it does wait
         # until it is known whether earlier worlds left copies or a backup undone.
         self._cleaning, self._looking = Stage("clean"), Stage("look")
-        # The steps that are due in storage but not there. RAM keeps only the newest: if
-        # it or a later step is backed up, the earlier ones are no longer due.
+        # The steps that are due to be saved to storage but are not there. RAM keeps
+        # only the newest: once it or a later step is backed up, no earlier one is due.
         self._lock = threading.Lock()
         self._due: set[StepId] = set()
         self._newest: CapturedStep | None = None
@@ -251,9 +251,9 @@ class SaveStages:
     def catch_up(self, restored: CheckpointMetadata) -> None:
         """Starts the work that earlier worlds left unfinished.
 
-        The restored step may lack copies, and steps that were due in storage may not
-        have been backed up, because an earlier world ended or was killed. This world
-        makes the restored step's copies, then its backup.
+        The restored step may lack copies, and steps that were due to be saved to
+        storage may not have been backed up, because an earlier world ended or was
+        killed. This world makes the restored step's copies, then its backup.
         """
         step_id = restored.step_id
 

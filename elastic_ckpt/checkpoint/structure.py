@@ -201,7 +201,7 @@ class StepDescription:
         return dataclasses.replace(self, contents=contents)
 
     def files(self, chunks: Chunks) -> dict[str, str]:
-        """A dict from path to content of Orbax's metadata files, committed now."""
+        """The content of Orbax's metadata files, committed now, keyed by path."""
         files = orbax_format.metadata_files(
             self.trees,
             self.contents.components,
@@ -442,9 +442,9 @@ class AskedTrees:
     """Requested trees.
 
     Attributes:
-      read: a dict from name to the tree of leaves that hosts read; None in place of
-        other leaves.
-      given: a dict from name to the tree of all requested leaves.
+      read: trees of the leaves that hosts read, keyed by name; None in place of other
+        leaves.
+      given: trees of all requested leaves, keyed by name.
     """
 
     read: Mapping[str, Any]

@@ -1,9 +1,9 @@
-"""`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
+"""`elastic-ckpt inspect PATH...`: lists a run's steps and the tiers that hold them.
 
 It accepts a run directory, RAM disks and directories of steps. It shows steps and their
-holders, and the arrays and data state of steps in storage. By default, it shows the
-newest complete step in brief; with --step, it shows one step with all of its arrays;
-with --all, every step. The JSON has all steps unless --step selects one.
+holders, and the arrays and data state of steps in storage. By default, it summarizes
+the newest complete step; with --step, it shows one step with all of its arrays; with
+--all, every step. The JSON output includes all steps unless --step selects one.
 """
 
 from __future__ import annotations

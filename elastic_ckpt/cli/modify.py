@@ -58,9 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     edits += [_edit(name, each, is_factor=True) for each in arguments.scale]
     if not edits or len({each.path for each in edits}) < len(edits):
         raise errors.ConfigError(
-            "specify at least one edit, and each value only once, with --set"
-            " PATH=VALUE or --scale"
-            " PATH=FACTOR"
+            "specify at least one edit with --set PATH=VALUE or --scale PATH=FACTOR,"
+            " and use each PATH only once"
         )
     path = storage.absolute(arguments.path)
     if not (path.name.isdecimal() and tier_locations.is_step(path)):

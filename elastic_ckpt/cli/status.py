@@ -57,8 +57,8 @@ def _lines(content: status.Status, now: float) -> Iterator[tuple[str, ...]]:
         "rate",
         _of(content.steps_per_sec, "{:.3g} steps/s", "unknown"),
         _of(content.tokens_per_sec, "{:,.0f} tokens/s"),
-        _of(content.data_wait_percent, "{:.1f} % waiting for data"),
-        _of(content.goodput_percent, "goodput {:.1f} %"),
+        _of(content.data_wait_percent, "{:.1f}% waiting for data"),
+        _of(content.goodput_percent, "goodput {:.1f}%"),
     )
     numbers = ", ".join(map(str, content.slice_numbers))
     yield (

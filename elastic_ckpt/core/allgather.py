@@ -154,11 +154,11 @@ class Allgather:
     def agreed(
         self, kind: str, work: Callable[[], Any], *, timeout_secs: float
     ) -> list[Any]:
-        """Like `run`, but if `work` fails on one host, all hosts raise.
+        """Like `run`, but if `work` fails on any host, all hosts raise an error.
 
         Raises:
           RunError: if `work` failed on another host, with the message of that failure.
-            This host's own error is raised unchanged.
+            If `work` failed on this host, its own error is raised unchanged.
         """
         failure: Exception | None = None
         try:

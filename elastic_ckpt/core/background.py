@@ -1,12 +1,12 @@
-"""Calls in background threads, and cleanup when the process exits.
+"""Function calls in background threads, and cleanup when the process exits.
 
-`in_thread` makes one call, `pool` makes multiple calls at a time, and `wait` waits for
-calls. `BackgroundCalls` calls one function ahead of time. `close_with` closes a
-resource when its owner is garbage-collected or the process exits. `before_exit`
-finishes work that still needs thread pools.
+`in_thread` makes one call, `pool` makes several calls concurrently, and `wait` waits
+for calls. `BackgroundCalls` calls a function repeatedly, before its results are needed.
+`close_with` closes a resource when its owner is garbage-collected or the process exits.
+`before_exit` finishes work that still needs thread pools.
 
 Simulations replace `in_thread`, `pool` and `wait`: one thread makes all calls, in an
-order that it chooses.
+order that the simulation chooses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Finds all pairs of overlapping boxes from two sets: the first part of a read plan.
+"""Finds all pairs of overlapping boxes from two sets.
 
-In one dim, the boxes that may overlap a box are its neighbors when boxes are sorted by
-start (a sweep), which suffices for arrays that are split in one dim. Otherwise, a
-divide-and-conquer spatial join halves both sets at a coordinate until few enough boxes
-are left to compare every pair. A box that crosses the cut belongs to both halves;
-duplicate pairs are removed at the end.
+This is the first stage of building a read plan. If boxes differ in only one dim,
+sorting them by start puts all candidates for a box next to it (a sweep). This handles
+arrays that are split in one dim. Otherwise, a divide-and-conquer spatial join halves
+both sets at a coordinate until few enough boxes are left to compare every pair. A box
+that crosses the cut belongs to both halves; duplicate pairs are removed at the end.
 """
 
 from __future__ import annotations

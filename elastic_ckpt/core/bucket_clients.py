@@ -100,7 +100,7 @@ def opened(url: str) -> tuple[Any, str]:
     """The fsspec file system of `url`, and the path in this file system.
 
     Raises:
-      ConfigError: as for `prepare`.
+      ConfigError: see `prepare`.
     """
     # Imported only when needed: the import is slow.
     import fsspec

@@ -36,7 +36,7 @@ BY_NAME: dict[str, Call] = {}
 
 
 class Host(Protocol):
-    """The objects of one host, one for each of its roles; calls run on them."""
+    """One host's role objects, one for each class with calls; calls run on them."""
 
     def role(self, name: str) -> Any:
         """This host's object of the class `name`."""

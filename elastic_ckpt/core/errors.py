@@ -62,7 +62,7 @@ class HostsFailedError(CheckpointError):
 
 
 class NotStoredError(CheckpointError):
-    """A step that is due in storage but missing, perhaps because another host died."""
+    """A step due to be saved to storage is missing, perhaps because a host died."""
 
 
 class OtherModelError(CheckpointError):

@@ -15,7 +15,7 @@ from elastic_ckpt.core import storage
 
 
 class Event(NamedTuple):
-    """The fields of an event, and its human-readable text.
+    """The fields of an event and its human-readable text.
 
     Attributes:
       fields: the field names.

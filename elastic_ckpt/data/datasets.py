@@ -2,7 +2,7 @@
 
 They are either a list, `a*.parquet,0.3;b*.parquet,0.7`, or a JSON file in MaxText's
 form, `{"web": {"path": "web/*.parquet", "weight": 0.3}, ...}`. In the file, an entry
-may have `datasets` instead of `path`: a nested mixture, whose parts are named like
+may have `datasets` instead of `path`: a nested mixture, whose datasets are named like
 `code/python` and share the entry's weight.
 """
 
@@ -45,21 +45,21 @@ def from_list(text: str, *, key: str) -> list[Dataset]:
     ones. A single dataset needs no weight.
 
     Raises:
-      ConfigError: if a part lacks a weight. The message names `key` and the part.
+      ConfigError: if an entry lacks a weight. The message names `key` and the entry.
     """
-    parts = [part.strip() for part in text.split(";") if part.strip()] or [""]
+    entries = [each.strip() for each in text.split(";") if each.strip()] or [""]
     datasets = []
-    for part, name in zip(parts, _names(parts), strict=True):
-        patterns, comma, last = part.rpartition(",")
+    for entry, name in zip(entries, _names(entries), strict=True):
+        patterns, comma, last = entry.rpartition(",")
         try:
             weight = float(last if comma else "")
         except ValueError:
-            if len(parts) > 1:
+            if len(entries) > 1:
                 raise errors.ConfigError(
-                    f"{key}: {part} has no weight; use the form"
+                    f"{key}: {entry} has no weight; use the form"
                     " patterns,weight;patterns,weight"
                 ) from None
-            patterns, weight = part, 1.0
+            patterns, weight = entry, 1.0
         datasets.append(Dataset(name=name, patterns=patterns, weight=weight))
     mixing.check_weights({d.name: d.weight for d in datasets})
     return datasets
@@ -124,26 +124,26 @@ def _entries(
     mixing.check_weights(weights)
     total = sum(weights.values())
     for name, entry in content.items():
-        part = share * entry["weight"] / total
+        weight = share * entry["weight"] / total
         if "path" in entry:
-            yield Dataset(name=prefix + name, patterns=entry["path"], weight=part)
+            yield Dataset(name=prefix + name, patterns=entry["path"], weight=weight)
         else:
             yield from _entries(
-                entry["datasets"], place=place, prefix=f"{prefix}{name}/", share=part
+                entry["datasets"], place=place, prefix=f"{prefix}{name}/", share=weight
             )
 
 
-def _names(parts: list[str]) -> list[str]:
+def _names(entries: list[str]) -> list[str]:
     names: list[str] = []
-    for part in parts:
-        path = part.split(",")[0].strip().split("/")
+    for entry in entries:
+        path = entry.split(",")[0].strip().split("/")
         literal = [n for n, name in enumerate(path) if not glob.has_magic(name)]
         first = max(literal, default=0)
         ends = ("/".join(path[begin:]) for begin in range(first, -1, -1))
         name = next((end for end in ends if end not in names), None)
         if name is None:
             raise errors.ConfigError(
-                f"mixture: {'; '.join(parts)} lists the same files twice; list them"
+                f"mixture: {'; '.join(entries)} lists the same files twice; list them"
                 " once, with one weight"
             )
         names.append(name)

@@ -101,13 +101,13 @@ def feature_sharding(
     num_dims = 1 if name == elastic_data.EXAMPLE_ID else len(shape)
     spec = PartitionSpec(*sharding.spec[:num_dims])
     for dim, entry in enumerate(tuple(spec) or (None,)):
-        parts = math.prod(sharding.mesh.shape[axis] for axis in topology.axes_of(entry))
-        if shape[dim] < 1 or shape[dim] % parts:
+        count = math.prod(sharding.mesh.shape[axis] for axis in topology.axes_of(entry))
+        if shape[dim] < 1 or shape[dim] % count:
             of_feature = f"dim {dim} of feature {name!r}, of shape {list(shape)},"
             what = of_feature if dim else f"{name}={shape[0]}"
             raise errors.ConfigError(
-                f"{what} cannot be divided evenly among the {parts} shards of {spec} on"
-                f" this mesh; choose a positive multiple of {parts}, or shard it over"
+                f"{what} cannot be divided evenly among the {count} shards of {spec} on"
+                f" this mesh; choose a positive multiple of {count}, or shard it over"
                 " fewer axes (spec=)"
             )
     return NamedSharding(sharding.mesh, spec)

@@ -4,13 +4,13 @@
 `set_state`, and torchdata, `state_dict` and `load_state_dict`. `data.torch_loader`
 wraps it in a PyTorch loader.
 
-A state is JSON (`FORMAT.md`). A rank's state has the cursors of the shards that it
+A state is JSON (`FORMAT.md`). A rank's state contains the cursors of the shards that it
 runs, so a world of a different size loads the states of all ranks together:
 `load_state_dict([one, two])`.
 
 The workers of a PyTorch loader take a rank's batches round-robin (`of_worker`). A
-worker's state has the rank's position after the worker's last batch, and the cursors of
-the worker's shards; `merged` combines the states of all workers.
+worker's state contains the rank's position after the worker's last batch, and the
+cursors of the worker's shards; `merged` combines the states of all workers.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def check_weights(weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
         if not 0 <= weight < float("inf"):
             raise errors.ConfigError(
-                f"mixture: dataset {name} has the weight {weight}; set it to a finite"
-                " number of at least 0"
+                f"mixture: dataset {name} has weight {weight}; set it to a finite"
+                " number, 0 or greater"
             )
     if not any(weights.values()):
         raise errors.ConfigError(
@@ -72,13 +72,14 @@ class Mixture(shard_steps.Step):
 
     The state contains the state of each dataset by name, so it can be loaded after
     datasets were added or removed and weights changed. It also contains the weights, so
-    that `lm.Rows` can reread its documents in the same order. New weights apply from
-    the next chapter of `lm.Rows` on, where datasets that have ended are also retried.
-    Weights cannot change if a later step buffers elements; `map` and `filter` do not.
+    that `lm.Rows` can reread its documents in the same order. New weights take effect
+    at the next chapter of `lm.Rows`; datasets that had ended are tried again then, too.
+    The weights cannot change if a later step buffers elements (`map` and `filter` do
+    not).
 
     Args:
-      parts: the datasets by name, or a function that takes a name and creates that
-        dataset, without a nested mixture, when it is opened.
+      parts: the datasets by name, or a function that creates a dataset, given its name,
+        when it is opened; that dataset must not contain a mixture.
       weights: the weight of each dataset by name, 0 or more; only ratios matter.
       shard: the shard number.
     """
@@ -99,8 +100,8 @@ class Mixture(shard_steps.Step):
         if isinstance(parts, Mapping):
             if parts.keys() != weights.keys():
                 raise errors.ConfigError(
-                    f"Mixture: the parts are named {sorted(parts)}, but the weights are"
-                    f" named {sorted(weights)}; pass one weight for each part"
+                    f"Mixture: the datasets are named {sorted(parts)}, but the weights"
+                    f" are named {sorted(weights)}; pass one weight for each dataset"
                 )
             self._keep(parts)
         else:
@@ -138,8 +139,8 @@ class _MixtureIterator(shard_steps.Elements):
         self._mixture, self._shard = mixture, mixture._shard
         self._now = _weights_now(mixture)
         # Nested mixtures begin with the current weights.
-        parts = zip(mixture._weights, shard_steps.parents(mixture), strict=False)
-        self._nested = [name for name, part in parts if names(part)]
+        datasets = zip(mixture._weights, shard_steps.parents(mixture), strict=False)
+        self._nested = [name for name, dataset in datasets if names(dataset)]
         self._opened: dict[str, grain.DatasetIterator] = {}
         begin = {"turn": 0, _WEIGHTS: self._now, "ended": (), TAKEN: {}, _PARTS: {}}
         self.set_state(begin)
@@ -156,8 +157,8 @@ class _MixtureIterator(shard_steps.Elements):
             turns = chosen(self._turn, num_turns, shard=self._shard, ends=self._ends)
             counts = np.bincount(turns).tolist()
             opened = {n: self._part(self._active[n]) for n in sorted({*turns.tolist()})}
-            before = {n: part.get_state() for n, part in opened.items()}
-            drawn = {n: shard_steps.take(part, counts[n]) for n, part in opened.items()}
+            before = {n: each.get_state() for n, each in opened.items()}
+            drawn = {n: shard_steps.take(each, counts[n]) for n, each in opened.items()}
             short = [n for n in drawn if len(drawn[n]) < counts[n]]
             if not short:
                 self._turn += num_turns
@@ -229,8 +230,8 @@ class _MixtureIterator(shard_steps.Elements):
 def renew(iterator: Any) -> bool:
     """Switches the mixtures of a pipeline to their current weights.
 
-    Only call this where no elements are buffered, or where they will be reread from an
-    earlier state, which keeps its weights.
+    Call this only when no elements are buffered, or when the buffered elements will be
+    reread from an earlier state; that state keeps its own weights.
 
     Returns:
       Whether any weights have changed.
@@ -302,10 +303,10 @@ def names(made: Any) -> set[str]:
 
 
 def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The datasets of a pipeline, last to first, each with the name of its part.
+    """The datasets of a pipeline, last to first, each with its name in the mixture.
 
-    The name is empty outside mixtures and `outer/inner` in a nested mixture. Parts that
-    would be created when they are opened are created now and kept.
+    The name is empty outside mixtures and `outer/inner` in a nested mixture. Datasets
+    that would be created when opened are created now and kept.
     """
     yield name, made
     if isinstance(made, Mixture):
@@ -342,6 +343,6 @@ def taken(shard_cursors: Iterable[cursors.Cursor]) -> dict[str, int]:
     """The number of elements taken from each dataset, given all shards' cursors."""
     counts: collections.Counter[str] = collections.Counter()
     for cursor in shard_cursors:
-        for part in _mixtures(cursor):
-            counts.update(part[TAKEN])
+        for mixture in _mixtures(cursor):
+            counts.update(mixture[TAKEN])
     return dict(counts)

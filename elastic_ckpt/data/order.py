@@ -23,7 +23,7 @@ _SMALL_BYTES = 2**30
 _MOST_SHUFFLED = 1024
 # Maximum number of shards that read the same blocks together.
 GROUP_SHARDS = 256
-# Chains of blocks per group. A group reads parts of a chain at both ends.
+# Chains of blocks per group. A group may read only part of the chain at each end.
 _CHAINS_OF_GROUP = 2
 # Minimum number of cached epochs, because shards are in different epochs. With few
 # blocks, a shard that opens skips through many epochs.
@@ -37,14 +37,14 @@ class Order:
     """The order in which shards read a dataset's records in each epoch.
 
     Shards share the blocks of a small dataset, whose records are shuffled within each
-    block. They also share chains of blocks if there are few chains, because a shard
-    that begins within a chain must read the chain from its start.
+    block. If there are few chains of blocks, shards also share them. Otherwise, many
+    shards would begin within a chain and would have to read it from its start.
 
     Args:
       sizes: the number of records in each block, int64 `[blocks]`.
       is_chained: whether each block can only be read after its predecessor.
       num_bytes: the size of the dataset.
-      num_shards: S.
+      num_shards: the number of shards.
       seed: the seed of the permutations; None leaves blocks and records in file order.
       lead: the first shard that reads an extra record in the first epoch.
 
@@ -168,7 +168,7 @@ def share(
 
     Args:
       shard: the shard, from 0.
-      num_shards: S.
+      num_shards: the number of shards, S.
       num_records: the number of records in an epoch.
       epoch: the epoch, from 0.
       group: the number of shards that read one run of records round-robin.
@@ -212,8 +212,8 @@ def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndar
       The permuted indexes, int64, of the same shape.
     """
     seed = np.zeros(1, np.uint64)
-    for part in key:
-        seed = _mixed(seed ^ np.uint64(part % 2**64))
+    for number in key:
+        seed = _mixed(seed ^ np.uint64(number % 2**64))
     # The number of bits in each half of a number.
     num_bits = max(1, (length - 1).bit_length() + 1 >> 1)
     bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)

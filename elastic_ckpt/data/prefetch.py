@@ -5,8 +5,8 @@ example to arrays on devices. Each batch is stored with the state after it, so t
 current state is always the one after the last batch taken, no matter how many batches
 are read ahead.
 
-A thread that makes rows holds the interpreter lock, which the loop needs for its steps.
-If the thread is busy for too long, a warning suggests a worker process.
+A thread that builds rows holds the interpreter lock, which the loop needs for its
+steps. If the thread is busy for too long, a warning suggests a worker process.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def _watched(call: Callable[[], T], began: float) -> T:
     if busy_secs > max(_LEAST_SECS, _MOST_SHARE * secs):
         logging.log_first_n(
             logging.WARNING,
-            "a thread spends %.0f %% of its time making rows, which slows down this"
-            " process's steps; set num_workers=1 to make rows in a worker process, or"
-            " num_workers=0 to keep making them in this process without this warning",
+            "a thread spends %.0f%% of its time building rows, which slows down this"
+            " process's steps; set num_workers=1 to build rows in a worker process, or"
+            " num_workers=0 to keep building them in this process without this warning",
             1,
             100 * busy_secs / secs,
         )

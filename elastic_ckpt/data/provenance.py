@@ -86,8 +86,8 @@ class FollowedShard:
         epochs; if passed, rows contain only the pieces of this record.
 
     Attributes:
-      parts: the `Records` read so far, keyed by dataset name. If a part of a mixture
-        has more than one, the others are numbered, for example `web#2`.
+      parts: the `Records` read so far, keyed by dataset name. If a dataset of a mixture
+        has more than one `Records`, the others are numbered, for example `web#2`.
       is_tokenized: whether `Tokens` tokenizes the records.
       is_read: whether the watched record was read.
 
@@ -309,7 +309,8 @@ def read_until(
         comes.
 
     Returns:
-      The epoch and count, as `records.Occurrence.at`; None if unknown.
+      The epoch and the number of records read in it (see `records.Occurrence.at`);
+      None if unknown.
     """
     states = mixing.states_by_name(shard_rows.state_of(cursor))
     found = [records.place_in(state) for of_part, state in states if of_part == name]

@@ -63,7 +63,7 @@ class Occurrence:
     """When a shard reads a record.
 
     Attributes:
-      number: the value of the `record` field.
+      number: the value of the element's `record` field.
       epoch: the epoch, from 0.
       shard: the shard that reads the record.
       taken: the number of records that the shard reads before this one in the epoch.
@@ -156,7 +156,7 @@ def origin(records: Records, number: int) -> tuple[str, int, int]:
 
 
 def occurrences(records: Records, file: int, record: int) -> Iterator[Occurrence]:
-    """Yields an occurrence for each epoch: when a record is read, and by which shard.
+    """Yields, for each epoch, when a record is read and by which shard.
 
     Args:
       records: the `Records` of any shard.
@@ -182,7 +182,10 @@ def occurrences(records: Records, file: int, record: int) -> Iterator[Occurrence
 
 
 def place_in(state: Any) -> tuple[int, int] | None:
-    """How far a state of `Records` has read, as `Occurrence.at`; None for others."""
+    """How far a state of `Records` has read, in the form of `Occurrence.at`.
+
+    None if `state` is not a `Records` state.
+    """
     if not isinstance(state, dict) or not {_EPOCH, _TAKEN} <= state.keys():
         return None
     return state[_EPOCH], state[_TAKEN]

@@ -140,7 +140,7 @@ def sharded(
         `mask`, bool `[B]`, which is false for padding rows.
       num_workers: the number of worker processes that run shards on each host. 0 runs
         the shards in the host's own process. The default also does so, but warns if the
-        shards keep a read-ahead thread busy for more than 5 % of the time. The state
+        shards keep a read-ahead thread busy for more than 5% of the time. The state
         does not depend on the number of workers.
       per_worker_batches: the number of batches that each worker process prepares in
         advance.

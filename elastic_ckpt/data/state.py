@@ -67,7 +67,7 @@ class DataState:
       engine: the engine's name.
       position: the position, the same on all hosts: `{"global_next_index": 960}`, or
         the sizes and counts of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
-      pipeline: the pipeline's identity, a dict from configuration key to value.
+      pipeline: the pipeline's identity: values, keyed by configuration key.
       left_out: the ranges before `position` that were not trained on, because the run
         rolled back and continued after them: starts and stops, in ascending order.
       progress: the progress of data with stages; None if there are no stages.
@@ -261,8 +261,8 @@ def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list
 
 def _datasets(description: Pipeline, outer: str = "") -> Iterator[tuple[str, Any]]:
     # The datasets in a description, keyed by name: `outer/inner` in a nested mixture.
-    for part in (description, *description.get(STEPS, ())):
-        for name, entry in part.get(DATASETS, {}).items():
+    for each in (description, *description.get(STEPS, ())):
+        for name, entry in each.get(DATASETS, {}).items():
             yield f"{outer}{name}", entry
             yield from _datasets(entry, f"{outer}{name}/")
 

@@ -37,7 +37,7 @@ def narrowed(values: Any, *, place: str) -> np.ndarray:
     narrow = numbers.astype(np.int32, copy=False)
     if narrow is not numbers and (is_wrong := narrow != numbers).any():
         raise errors.DataError(
-            f"{place} has the token {numbers[is_wrong][0]}, which does not fit into 32"
+            f"{place} contains token {numbers[is_wrong][0]}, which does not fit into 32"
             " bits; rewrite the data with tokens below the vocabulary size"
         )
     return narrow

@@ -1,7 +1,7 @@
 """The rows of one rank through torchdata's `StatefulDataLoader`.
 
-The loader takes batches from its n workers round-robin, so each worker makes every n-th
-batch of the rank (`local_batches.of_worker`). The workers' states after their last
+The loader takes batches from its n workers round-robin, so each worker produces every
+n-th batch of the rank (`local_batches.of_worker`). The workers' states after their last
 delivered batches are merged into the rank's state (`local_batches.merged`), which does
 not depend on the number of workers or ranks.
 

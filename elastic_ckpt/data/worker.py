@@ -72,13 +72,13 @@ class Workers:
         shards, keep = self._task.row_shards(self._number)
         self._number += self._task.every
         loaded = [next(worker) for worker in self._workers]
-        parts = [each.rows for each in loaded if each.rows is not None]
-        rows = parts[0]
-        if len(parts) > 1:
+        of_workers = [each.rows for each in loaded if each.rows is not None]
+        rows = of_workers[0]
+        if len(of_workers) > 1:
             of_share = [np.isin(shards[keep], share) for share in self._shares]
             order = np.argsort(np.concatenate([*map(np.flatnonzero, of_share)]))
             rows = {
-                name: np.concatenate([part[name] for part in parts])[order]
+                name: np.concatenate([each[name] for each in of_workers])[order]
                 for name in rows
             }
         noted = {s: cursor for each in loaded for s, cursor in each.cursors.items()}

@@ -6,7 +6,7 @@ the live slices, calls `decide`, and acts.
 Two batch policies, both exact:
 
 * `keep_global`: a batch has the same rows on any number of slices. On fewer slices,
-  each device computes its rows in equal parts and sums the gradients (gradient
+  each device computes its rows in equal microbatches and sums the gradients (gradient
   accumulation), so that no device holds more rows at a time than fit in its memory.
 * `keep_per_device`: each device has the same number of rows, so a batch grows and
   shrinks with the number of slices, as in MaxText.
@@ -110,7 +110,8 @@ class Slices:
     Attributes:
       current: the slices of the current or last world, except the lost ones; empty
         before the first world.
-      alive_secs: the time for which each live slice has been alive, by slice number.
+      alive_secs: how long each live slice has been alive, in seconds, keyed by slice
+        number.
       failures: all failures in this run, in any order.
       slow: the slices that have slow hosts.
     """
@@ -166,7 +167,7 @@ class Train:
       slices: the slices, in mesh order.
       spares: the usable slices that the world does not need.
       rows: the number of rows in a global batch.
-      accumulated: the number of equal parts in which a device computes its rows.
+      accumulated: the number of microbatches in which a device computes its rows.
     """
 
     slices: tuple[int, ...]
@@ -256,12 +257,12 @@ def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train 
         )
     if why := work.objection(number, rows):
         return why
-    # The fewest equal parts that fit in a device's memory.
+    # The fewest equal microbatches that fit in a device's memory.
     most = max(work.max_rows_per_device, 1)
     accumulated = next(
-        parts
-        for parts in range(1, max(rows_per_device, 1) + 1)
-        if rows_per_device % parts == 0 and rows_per_device // parts <= most
+        count
+        for count in range(1, max(rows_per_device, 1) + 1)
+        if rows_per_device % count == 0 and rows_per_device // count <= most
     )
     return Train(
         slices=tuple(sorted(usable[:number])),

@@ -352,7 +352,7 @@ def run_host(
         min(member.num_hosts, owned.most_hosts)
     )
     # One host may simulate multiple mesh slices.
-    parts = max(1, hardware.slices // hardware.hosts)
+    num_slices = max(1, hardware.slices // hardware.hosts)
 
     def ask(step: int) -> Leaving | None:
         if not between.step:
@@ -391,10 +391,14 @@ def run_host(
                 World(
                     number=assignment.number,
                     slices=tuple(
-                        each * parts + part for each in slices for part in range(parts)
+                        each * num_slices + n
+                        for each in slices
+                        for n in range(num_slices)
                     ),
-                    slice_name=str(own * parts),
-                    ram_directory=None if memory is None else memory.root(own * parts),
+                    slice_name=str(own * num_slices),
+                    ram_directory=(
+                        None if memory is None else memory.root(own * num_slices)
+                    ),
                     rows=assignment.work.rows,
                     microbatches=assignment.work.accumulated,
                     emit=between.report,

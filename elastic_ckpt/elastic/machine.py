@@ -95,7 +95,8 @@ class MachineSupervisor:
         """Runs this machine; returns whether the run or this machine was asked to stop.
 
         Raises:
-          RunError: with the run's first failure, or if no leader can be reached.
+          RunError: if the run failed, with its first failure, or if no leader can be
+            reached.
         """
         while True:
             why = (

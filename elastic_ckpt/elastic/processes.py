@@ -255,7 +255,8 @@ def supervise(
 
     Raises:
       ConfigError: if `train` cannot be sent to hosts.
-      RunError: with the run's first failure, or if no leader can be reached.
+      RunError: if the run failed, with its first failure, or if no leader can be
+        reached.
     """
     if not isinstance(cluster, Processes) or cluster._station.num_machines == 1:
         return False

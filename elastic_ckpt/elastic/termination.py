@@ -40,11 +40,11 @@ def cause() -> str:
 def ending(program: str) -> Iterator[None]:
     """Stops this program on SIGTERM while the block runs; treats Ctrl-C as SIGTERM.
 
-    Training inside the block opens a `Notice` in order to save first. Works only in the
-    main thread.
+    Training code inside the block opens a `Notice`, so the run saves before it stops.
+    Works only in the main thread.
 
     Raises:
-      SystemExit: with `exit_code`, on the signal.
+      SystemExit: on the signal, with status `exit_code()`.
     """
 
     def end(*_: object) -> None:

@@ -229,8 +229,8 @@ class Watch:
             told.slow[kind] = told.slow[kind] + 1 if is_slow else 0
             if told.slow[kind] == WINDOWS:
                 why = (
-                    f"{_MEANINGS[kind]} {percent:.0f} % of the time; the median of the"
-                    f" other hosts is {median:.0f} %"
+                    f"{_MEANINGS[kind]} {percent:.0f}% of the time; the median of the"
+                    f" other hosts is {median:.0f}%"
                 )
                 # A host can be late in any phase; other kinds are themselves phases.
                 yield host, told.phase if kind == LATE else kind, why

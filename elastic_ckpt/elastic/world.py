@@ -149,9 +149,8 @@ class World:
         all devices.
       ram_directory: the run directory on this slice's RAM disk, for
         `ec.Local(world.ram_directory)`; None if the cluster has no RAM disk.
-      microbatches: the number of equal parts into which a device splits its rows so
-        that each part fits in device memory. The training function sums the gradients
-        of the parts.
+      microbatches: the number of equal microbatches into which a device splits its rows
+        so that each fits in device memory. The training function sums their gradients.
       emit: a function that reports an event.
       leaving: a function to call after each step, on all hosts, with the number of
         completed steps. It returns the same value on all hosts: None to continue,
@@ -237,8 +236,8 @@ class World:
         """Creates the checkpointer of this world; all hosts pass the same arguments.
 
         Args:
-          tiers: as for `ec.Checkpointer`; `ec.Local` needs `world.ram_directory`.
-          run: the run name, as for `ec.Checkpointer`.
+          tiers: see `ec.Checkpointer`; `ec.Local` needs `world.ram_directory`.
+          run: the run name; see `ec.Checkpointer`.
           emit: a function called with the checkpointer's events; by default
             `world.emit`. A custom function must also pass the events on to
             `world.emit`.

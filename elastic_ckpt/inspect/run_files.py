@@ -34,7 +34,7 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The record of a run's newest launch.
+    """The record of a run's latest launch.
 
     Attributes:
       run: the run name.

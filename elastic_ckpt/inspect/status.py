@@ -72,17 +72,18 @@ class Status:
       phase: the run's current activity, or how the run ended.
       hosts: the number of live hosts in the current world; None before the first world
         and after the run has ended.
-      slices: the number of live slices in the current world; None as for `hosts`.
-      devices: the number of devices that these hosts have; None as for `hosts`.
+      slices: the number of live slices in the current world; None when `hosts` is.
+      devices: the number of devices of these hosts; None when `hosts` is.
       slice_numbers: the slices of the current world; empty if the run is not elastic.
       step: the number of completed steps.
       steps: the total number of steps of the run.
-      time: the time of the newest metric, in seconds since the epoch.
+      time: the time of the latest metric, in seconds since the epoch.
       loss: the loss of the newest step; None if only an older loss is known.
-      learning_rate: the learning rate of the newest step; None as for `loss`.
-      steps_per_sec: the newest step's rate since the newest launch.
-      tokens_per_sec: the newest step's rate since the newest launch.
-      goodput_percent: the goodput since the newest launch.
+      learning_rate: the learning rate of the newest step; None if only an older one is
+        known.
+      steps_per_sec: the newest step's rate since the latest launch.
+      tokens_per_sec: the newest step's rate since the latest launch.
+      goodput_percent: the goodput since the latest launch.
       data_wait_percent: the share of recent step time that is spent waiting for data,
         on the host that waits longest.
       tiers: the newest step of each tier.
@@ -90,17 +91,18 @@ class Status:
       steps_behind: the number of steps by which the newest step in storage is behind
         the newest one in RAM; None if there is no step in RAM.
       being_written: the steps that are not committed yet or were interrupted.
-      backup_failed: the reason why the newest backup failed; None if a backup has
+      backup_failed: the reason why the latest backup failed; None if a backup has
         succeeded since.
       backup_cause: the cause of that failure, as in events; None if there is no
         failure.
-      due_steps: the number of steps due in storage but missing, as counted by the run.
+      due_steps: the number of steps that were due to be saved to storage but are not
+        there, as counted by the run.
       first_step: the number of the first step: 0 under MaxText, where step 9 is the
         tenth.
       replicas: lines about the newest comparison of copies of the state and the newest
         difference found; empty if nothing has been compared.
-      verdict: the newest `verdict` event; None if nothing has failed.
-      last_event: the newest event; None before the first event.
+      verdict: the latest `verdict` event; None if nothing has failed.
+      last_event: the latest event; None before the first event.
     """
 
     run: str
@@ -181,7 +183,7 @@ def status(
     first_step: int = 1,
     program: str = "train",
 ) -> Status:
-    """The status of a run, from its newest events and metrics and from its tiers.
+    """The status of a run, from its latest events and metrics and from its tiers.
 
     `is_alive` is whether the run's process is alive, or None if unknown. For
     `first_step` and `program`, see `run_files.RunRecord`.
@@ -270,7 +272,7 @@ def _last(events: Sequence[Event], *names: str) -> Event | None:
 
 
 def world_slices(events: Sequence[Event]) -> tuple[int, ...]:
-    """The slices of the newest world; empty if the run is not elastic."""
+    """The slices of the latest world; empty if the run is not elastic."""
     chosen = _last(events, "world_started")
     return tuple(chosen["slices"]) if chosen else ()
 

@@ -35,7 +35,7 @@ _ITEMS, _ITERATOR = "items", "iter"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepComponent:
+class StepCheckpointable:
     """A checkpointable of a step: a pytree or a component.
 
     Attributes:
@@ -43,10 +43,10 @@ class StepComponent:
       pattern: the sharing pattern among hosts when the component was saved, such as
         `global` or `per_host`; a pytree is shared according to its arrays' shardings.
       resize: the rule for a different number of hosts, which the program that saved the
-        component declared; the name of a function.
-      required: whether that program declared the component as required; None if
-        unknown, as for a pytree.
-      version: the format version of the component's files; None if they have none.
+        checkpointable declared; the name of a function.
+      required: whether that program declared the checkpointable as required; None if
+        unknown, which includes every pytree.
+      version: the format version of a component's files; None if they have none.
       num_leaves: the number of arrays and numbers in a pytree.
       num_files: the number of files in a component.
       num_bytes: the size of one copy.
@@ -111,7 +111,7 @@ class SurveyedStep:
       parent: the step and save from which the run continued to this save; None for the
         first save.
       tiers: the tiers that have a part of the save.
-      components: the save's components; empty if the save is incomplete.
+      components: the save's checkpointables; empty if the save is incomplete.
       state: the arrays in storage, as Orbax reads them; empty if the step is not in
         storage.
       data: the data state in storage, or the reason why it cannot be read; None if
@@ -125,7 +125,7 @@ class SurveyedStep:
     problem: str | None = None
     abandoned: bool = False
     parent: tuple[int, str] | None = None
-    components: tuple[StepComponent, ...] = ()
+    components: tuple[StepCheckpointable, ...] = ()
     state: tuple[foreign_steps.LeafSummary, ...] = ()
     data: SavedData | str | None = None
 
@@ -284,7 +284,7 @@ def data_of(path: epath.Path) -> SavedData | str | None:
     )
 
 
-def _described(found: FoundStep, name: str) -> StepComponent:
+def _described(found: FoundStep, name: str) -> StepCheckpointable:
     # Leaves without elements, and components without files, have no items.
     table, fields = found.table, _description(found, name)
     leaves = [
@@ -298,7 +298,7 @@ def _described(found: FoundStep, name: str) -> StepComponent:
     rules = {_OWN: "its own rule", "global": "none needed"}
     named = [[table.name(item), table.digest(item).hex()] for item in items]
     holders = {holder for item in items for holder in table.holders_of(item)}
-    return StepComponent(
+    return StepCheckpointable(
         name=name,
         pattern=" ".join([pattern, "+".join(fields.get("axes") or ())]).strip(),
         resize=rules.get(pattern, needed),
@@ -384,7 +384,7 @@ def _step_lines(
     yield from _data_lines(step.data, is_brief=is_brief)
 
 
-def _component_lines(components: Sequence[StepComponent]) -> Iterator[str]:
+def _component_lines(components: Sequence[StepCheckpointable]) -> Iterator[str]:
     width = max((len(each.name) for each in components), default=0)
     for each in components:
         size = f"{each.num_files:,} files"

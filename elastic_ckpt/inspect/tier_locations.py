@@ -166,8 +166,8 @@ def at_path(path: epath.PathLike, *, run: str) -> Location:
         return PersistentTier(only, run=run)
     if not directory.is_dir():
         raise errors.CheckpointError(
-            f"{path}: there is no such directory; specify a run directory, a RAM disk,"
-            " a steps directory in persistent storage, or a step in that directory"
+            f"{path}: no such directory; specify a run directory, a RAM disk, a steps"
+            " directory in persistent storage, or a step inside one"
         )
     return at_steps(directory, run=run)
 

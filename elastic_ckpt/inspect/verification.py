@@ -52,7 +52,7 @@ class Problem:
       part: the leaf and box, or the file; empty for the step as a whole.
       tier: the tier of the bad copy, `local` or `persistent`; empty if the problem does
         not concern a single copy.
-      holder: the ID of the host that has the bad copy; empty as for `tier`.
+      holder: the ID of the host that has the bad copy; empty when `tier` is.
       path: the bad file, or the step directory.
       why: what is wrong.
       remedy: what to do.

@@ -48,9 +48,8 @@ class Component:
     Attributes:
       pattern: the sharing pattern: `global`, `replicated`, `per_rank`, `per_group` or
         `per_node`.
-      files: a dict from rank to the name of the file that the rank saved. For a group
-        or node, the rank is the leader's; for a global or replicated component, it is
-        0.
+      files: the names of the files that ranks saved, keyed by rank. For a group or
+        node, the rank is the leader's; for a global or replicated component, it is 0.
     """
 
     pattern: str

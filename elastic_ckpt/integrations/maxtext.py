@@ -121,8 +121,8 @@ class Run:
         self._config: Any = None
         self._ours: maxtext_keys.Ours = {}
         self._data_keys = data_keys.DataKeys()
-        # The parts that MaxText uses; after an elastic event under Pathways, it gets
-        # new parts.
+        # The run, manager and data that MaxText uses; after an elastic event under
+        # Pathways, it gets new ones.
         self._record: ec.RunDirectory | None = None
         self._manager: Manager | None = None
         self._data: list[Data] = []
@@ -369,7 +369,7 @@ class Run:
         return next(batches)
 
     def close(self) -> None:
-        """Waits for saves and closes all parts that MaxText used."""
+        """Waits for saves and closes everything that MaxText used."""
         self.begin(watch.CLOSE)
         try:
             for each in self._data:

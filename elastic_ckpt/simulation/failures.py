@@ -45,9 +45,9 @@ def draw(
 ) -> list[Failure]:
     """Random losses of slices within `secs`, and their returns, ordered by time.
 
-    Times are exponentially distributed. `machine_hours` is the mean time between
-    failures of a machine, each of which takes down the machine's slice; `repair_hours`
-    is the mean time until a lost slice is back.
+    Times are exponentially distributed. `machine_hours` is a machine's mean time
+    between failures; each failure takes down the machine's slice. `repair_hours` is the
+    mean time until a lost slice is back.
     """
     random = np.random.default_rng(seed)
     expected = secs * slices * hosts_per_slice / (machine_hours * 3600.0)

@@ -106,7 +106,7 @@ class Contents:
 
     Attributes:
       leaves: first the arrays, then the files of components, each ordered by path.
-      components: the component names, ordered; a component can be without files.
+      components: the component names, ordered; a component may have no files.
       time_ms: when the step was committed, in milliseconds since 1970, by host 0's
         clock.
       metrics: the metrics that retention may rank the step by, as JSON text, which
@@ -116,8 +116,8 @@ class Contents:
         first (see `step.Line`); empty before the first restore.
       trees: the structure of the trees, as JSON text (FORMAT.md).
       custom_metadata: the user's metadata, as JSON text; None if there is none.
-      is_due: whether the step was due in storage, or storage lacked an earlier step
-        that was due; a later world backs up the step if this one cannot.
+      is_due: whether the step was due to be saved to storage, or storage lacked an
+        earlier step that was due; a later world backs up the step if this one cannot.
     """
 
     leaves: tuple[Leaf, ...]

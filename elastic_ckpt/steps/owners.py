@@ -39,7 +39,7 @@ _MOST_SHARE = 0.6
 
 
 def parse_domains(text: str, *, what: str) -> dict[str, str]:
-    """Parses `kind=name;kind=name` to a dict from kind to name; skips empty names.
+    """Parses `kind=name;kind=name` to names, keyed by kind; skips empty names.
 
     Raises:
       ConfigError: if the text is malformed; the message names the setting `what`.

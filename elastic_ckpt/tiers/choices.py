@@ -61,8 +61,8 @@ class Local(Tier):
         in RAM; by default only the newest complete step, because memory is small and
         storage has older steps. A policy that ranks steps sees the metrics that they
         were saved with; metrics that `record_metrics` adds later rank only the steps in
-        storage. A step that is due in storage stays in RAM until that step or a later
-        one is stored.
+        storage. A step that is due to be saved to storage stays in RAM until that step
+        or a later one is stored.
       limit_bytes: the maximum size of the directory; by default the size of its file
         system.
       pinned_bytes: the maximum pinned host memory that a save uses on GPUs and TPUs. A
@@ -105,9 +105,9 @@ class Peers(Tier):
         the whole model; for models too large to keep twice.
       domain: kinds of failure domain that may be lost as a whole, largest first,
         separated by `;`. One copy is kept outside the saving host's domain, whose kind
-        is the first one that every host has and whose largest domain has at most 60 %
+        is the first one that every host has and whose largest domain has at most 60%
         of the hosts; if there is none, the last one.
-      domains: this host's failure domains, as a dict from kind to name such as
+      domains: the names of this host's failure domains, keyed by kind, such as
         `{"rack": "r7"}`, in addition to `slice`, `host` and the domains in the
         environment variable `ELASTIC_CKPT_DOMAINS` (`rack=r7;zone=us-east5-a`).
       interface: the address at which other hosts reach this machine's agent; by default

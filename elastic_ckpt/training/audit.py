@@ -273,7 +273,7 @@ def _lost_file(
     problems = [f"attempt {number} is missing" for number in sorted(absent)]
     if newest_world > world:
         problems.append(
-            f"world {newest_world} saved steps, but the newest attempt belongs to"
+            f"world {newest_world} saved steps, but the latest attempt belongs to"
             f" world {world}"
         )
     if not problems:
@@ -401,8 +401,8 @@ def missing_checkpoint(
         return ""
     newest = f"the newest is {saved}" if saved else "there is none"
     return (
-        f"checkpoint {due} was due in storage, but {newest}: losing the hosts would"
-        " lose the run; look for `degraded` in the run's events"
+        f"checkpoint {due} was due to be saved to storage, but {newest}: losing the"
+        " hosts would lose the run; look for `degraded` in the run's events"
     )
 
 

@@ -102,7 +102,7 @@ def global_batch_size(data: data_keys.DataKeys, world: topology.Topology) -> int
         if not size or size != exact:
             raise errors.ConfigError(
                 f"per_device_batch_size={data.per_device_batch_size} on"
-                f" {world.devices} devices makes a global batch of {exact:g} rows;"
+                f" {world.devices} devices gives a global batch of {exact:g} rows;"
                 " choose a value that makes it a whole number of rows, at least 1"
             )
     if size % world.devices:

@@ -135,7 +135,7 @@ def step_to_go_back_to(
         step 0.
 
     Raises:
-      DivergedError: after too many rollbacks, or if no good step is left.
+      DivergedError: if the run has rolled back too often, or no good step is left.
     """
     if before >= most:
         raise errors.DivergedError(

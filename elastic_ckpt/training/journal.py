@@ -81,14 +81,16 @@ def read_config(directory: str) -> schema.Config:
 
 
 class Journal:
-    """An `Emit` that passes events on and logs all except steps (see the step log).
+    """An `Emit` that forwards every event and logs it.
+
+    Step events are not logged here; they go to the step log.
 
     Args:
       emit: called with each event.
       directory: the run directory.
-      steps: the directory of the run's steps, where its worlds are claimed.
-      claim: the last world claimed before this launch; 0 if there is none or no other
-        launch can be alive.
+      steps: the directory with the run's steps and its world claims.
+      claim: the number of the last world claimed before this launch; 0 if there is
+        none, or if no other launch can be alive.
       first_step: the number under which the run's first step is saved.
 
     Attributes:
@@ -109,7 +111,7 @@ class Journal:
         self._is_local = storage.is_local(directory)
         self._steps, self._first_step = steps, first_step
         # The last claimed world, and whether this launch claimed it: until then, the
-        # newest world in storage may belong to this launch.
+        # latest world in storage may belong to this launch.
         self._claim, self._has_claimed = claim, False
         self._lock = threading.Lock()
         # The number of completed steps, and the step of the newest save or restore.
@@ -187,13 +189,15 @@ def kept(
     listeners: contextlib.AbstractContextManager[None] | None = None,
     is_locked: bool = True,
 ) -> Iterator[Journal]:
-    """Opens the journal of the run in `directory`, which the process owns in the block.
+    """Opens the journal of the run in `directory`.
+
+    This process owns the run while the block runs.
 
     Args:
       directory: the run directory.
       emit: called with each event.
-      steps: the directory of the run's steps, where its worlds are claimed; by default
-        the one in `directory`.
+      steps: the directory with the run's steps and its world claims; by default the one
+        in `directory`.
       first_step: the number under which the run's first step is saved.
       listeners: a context manager that exports metrics while the journal is open.
       is_locked: whether to lock the run; if not, world claims decide which process
@@ -291,12 +295,13 @@ def listening_on_machine(
 def listening(
     directory: str, section: schema.MetricsSection, *, name: str | None = None
 ) -> Iterator[None]:
-    """Exports this process's metrics during the block, as configured.
+    """Exports this process's metrics while the block runs, as configured.
 
     By default, files are named after this host.
 
     Raises:
-      ConfigError: if a listener's package is missing or Prometheus cannot be served.
+      ConfigError: if a package that a listener needs is not installed, or Prometheus
+        cannot be served.
     """
     name = name or f"host-{topology.this_host():05d}"
     lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")

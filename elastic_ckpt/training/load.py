@@ -40,7 +40,8 @@ def load(path: epath.PathLike, overrides: Sequence[str] = ()) -> schema.Config:
       overrides: `key=value` strings, as on a command line; later ones take precedence.
 
     Raises:
-      ConfigError: with the file and line (or the override) and the remedy.
+      ConfigError: if a setting is invalid; the message has the file and line (or the
+        override) and the remedy.
     """
     return _build(settings(path, overrides))
 

@@ -197,7 +197,7 @@ def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Progra
     """Builds the functions of the configured model and optimizer.
 
     Shards weights over the mesh axis `fsdp` and rows over `slice` and `fsdp`. Each
-    device processes its rows in `microbatches` equal parts.
+    device sums gradients over `microbatches` microbatches of equal size.
     """
     sizes = dataclasses.replace(config.model, vocab_size=vocab_size(config))
     optimizer, learning_rate = _optimizer(config.optimizer, config.run.steps)
@@ -332,30 +332,30 @@ def _constrained(arrays: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 def _accumulated(
     differentiated: Callable[..., Any], microbatches: int, mesh: Mesh
 ) -> Callable[..., Any]:
-    # Like `differentiated`, but sums over the parts of a slice's batch.
+    # Like `differentiated`, but sums over the microbatches of a slice's batch.
     def accumulate(params: Params, batch: elastic_data.Batch) -> Any:
-        def add(sums: Any, part: elastic_data.Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, differentiated(params, part)), None
+        def add(sums: Any, some: elastic_data.Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, differentiated(params, some)), None
 
-        parts = jax.tree.map(
+        split = jax.tree.map(
             lambda rows: _microbatches(rows, microbatches, mesh), batch
         )
-        part = jax.tree.map(lambda rows: rows[0], parts)
-        shapes = jax.eval_shape(differentiated, params, part)
+        first = jax.tree.map(lambda rows: rows[0], split)
+        shapes = jax.eval_shape(differentiated, params, first)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        sums, _ = jax.lax.scan(add, zeros, parts)
+        sums, _ = jax.lax.scan(add, zeros, split)
         return sums
 
     return accumulate
 
 
 def _microbatches(rows: jax.Array, number: int, mesh: Mesh) -> jax.Array:
-    # Reshapes a slice's `[B, ...]` to `[number, B / number, ...]`. Each part has rows
-    # from every device, so no rows move.
+    # Reshapes a slice's `[B, ...]` to `[number, B / number, ...]`. Each microbatch
+    # has rows from every device, so no rows move.
     devices = mesh.shape[topology.FSDP_AXIS]
     by_device = rows.reshape(devices, number, -1, *rows.shape[1:])
-    parts = by_device.swapaxes(0, 1).reshape(number, -1, *rows.shape[1:])
-    return _constrained(parts, mesh, PartitionSpec(None, topology.FSDP_AXIS))
+    split = by_device.swapaxes(0, 1).reshape(number, -1, *rows.shape[1:])
+    return _constrained(split, mesh, PartitionSpec(None, topology.FSDP_AXIS))
 
 
 def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

@@ -378,7 +378,7 @@ class Provenance:
                     occurrence.shard, *start, watched=watched
                 ) as followed:
                     followed.next()
-                # Otherwise rows before the state may have parts of the record.
+                # Otherwise rows before the state may have pieces of the record.
                 if not followed.is_read:
                     return start
         return self._saved[-1]
@@ -475,9 +475,8 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
         )
     if len({name for name, _, _ in found}) < len(found):
         raise errors.ConfigError(
-            f"{file} matches {len(found)} files of the data:"
-            f" {errors.first_of(each for _, _, each in found)}; pass a longer part of"
-            " the path"
+            f"{file} matches {len(found)} data files:"
+            f" {errors.first_of(each for _, _, each in found)}; pass more of the path"
         )
     return [(name, number) for name, number, _ in found]
 

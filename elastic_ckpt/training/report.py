@@ -236,7 +236,7 @@ def _interruptions(record: RunRecords) -> Section:
 def _goodput_percent(record: RunRecords) -> str:
     spent = record.goodput_secs
     productive = spent.get("productive", 0) / max(sum(spent.values()), 1e-9)
-    return f"{100 * productive:.1f} %" if spent else "none"
+    return f"{100 * productive:.1f}%" if spent else "none"
 
 
 def _goodput(record: RunRecords) -> Section:
@@ -260,7 +260,7 @@ def _goodput(record: RunRecords) -> Section:
             {"new steps": page.GOOD, "lost": page.LOST},
             unit="s",
             totals=[
-                f"{page.number(secs)} s, {100 * secs / total:.1f} %"
+                f"{page.number(secs)} s, {100 * secs / total:.1f}%"
                 for secs in spent.values()
             ],
         ),

@@ -267,7 +267,7 @@ class Trainer:
                 elif saver:
                     saver.abandon()
         except Exception as another:
-            logging.warning("part of a failed run cannot be closed: %r", another)
+            logging.warning("cannot close everything after the run failed: %r", another)
 
     def _next(self, step: int) -> elastic_data.Batch | None:
         # The batch of a step, counted from 0; None if the data has ended.
@@ -369,7 +369,7 @@ class Trainer:
         self, saver: run_saver.RunSaver, restored: int, step: int, why: str
     ) -> bool:
         # Whether storage has a step older than the distrusted one. Waits for saves and
-        # backups, which does not count as a hang of a step.
+        # backups; this wait does not count as a hang of a step.
         self.world.begin("restore")
         self._older = run_saver.stored_before(saver.checkpointer, restored)
         self.world.emit(
@@ -469,7 +469,7 @@ def assembled(config: schema.Config, world: World) -> Trainer:
     The data files must exist.
 
     Raises:
-      ConfigError: if parts, devices or the number of steps are incompatible.
+      ConfigError: if settings, devices or the number of steps are incompatible.
       DataError: if the data cannot be read.
       RunError: if another run is using the RAM disk or hosts cannot be reached.
     """
@@ -684,6 +684,7 @@ def _check_step(state: model.TrainState, step: int | None) -> None:
     if saved != step:
         raise errors.CheckpointError(
             f"the checkpoint of step {step} contains the state after {saved} steps, so"
-            f" it was renamed or copied from a different step; move {step} out of its"
-            " directory to continue from the previous step"
+            f" it was renamed or copied from a different step; move step {step}'s"
+            " directory out of the checkpoint directory to continue from the previous"
+            " step"
         )

@@ -135,7 +135,7 @@ WAITING = {"late": 0.02, "data": 0.8}
         (30, [WAITING, QUICK], "0, data: it waited"),
         (
             *(30, [{"data": 0.804}, {"data": 0.012}, {"data": 0.03}]),
-            "data 80 % of the time; the median of the other hosts is 2 %",
+            "data 80% of the time; the median of the other hosts is 2%",
         ),
         # Named once.
         (300, [QUICK, STARVED, QUICK], "1, step"),

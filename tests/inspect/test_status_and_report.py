@@ -96,7 +96,7 @@ def test_screen_has_all_of_it():
             "run: restoring",
             # In the last minute, at the host that waits longest.
             "step       30 of 90 (20 s ago), loss 1.5000",
-            "rate       0.5 steps/s, 50.0 % waiting for data",
+            "rate       0.5 steps/s, 50.0% waiting for data",
             "hosts      4 alive, in 2 slices, 8 devices",
             "in RAM     step 30, 21 s old",
             "in storage step 20, 41 s old",

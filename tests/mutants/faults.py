@@ -274,10 +274,10 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/elastic/test_executables.py",),
     ),
     Fault(
-        "a batch is accumulated in unequal parts",
+        "a batch is accumulated in unequal microbatches",
         "elastic_ckpt/elastic/decision.py",
-        "if rows_per_device % parts == 0 and rows_per_device // parts <= most",
-        "if rows_per_device // parts <= most",
+        "if rows_per_device % count == 0 and rows_per_device // count <= most",
+        "if rows_per_device // count <= most",
         ("tests/elastic/test_decision.py",),
     ),
     Fault(

@@ -229,7 +229,7 @@ REFUSALS = {
         "lists the same files twice", "a,0.5;a,0.5"
     ),
     "a list with a negative weight": in_list(
-        "dataset b has the weight -1.0; set it to", "a,0.5;b,-1"
+        "dataset b has weight -1.0; set it to", "a,0.5;b,-1"
     ),
     "a mixture that is no JSON": in_mixture(
         r"mixture\.json: .* cannot be read as JSON", "{"

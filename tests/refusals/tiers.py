@@ -124,7 +124,7 @@ REFUSALS = {
         r"none\.pem", "x" * 32, tls_ca="/none.pem"
     ),
     "a secret that others can read": Refusal(
-        _open_secret, "not a file with mode 0600", errors.RunError, writes=True
+        _open_secret, "this user owns, with mode 0600", errors.RunError, writes=True
     ),
     **{
         f"the secret {text!r}": _secrets(text)

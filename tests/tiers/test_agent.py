@@ -226,7 +226,7 @@ def test_the_secret_is_its_owners_alone_and_may_be_replaced(root, ask, known):
     file.symlink_to("other")
     secret.adopt(root.parent, known)
     (root.parent / "secret").rename(root / "other")
-    with pytest.raises(errors.RunError, match="not a file with mode 0600"):
+    with pytest.raises(errors.RunError, match="owns, with mode 0600"):
         secret.read_or_create(root)
 
 

@@ -244,7 +244,7 @@ SHARDS = {"global_batch_size": 16, "num_logical_shards": 6}
             RAMP | {"num_logical_shards": 50, "max_shard_reads": 2.0},
             "number of hosts, 4, does not divide num_logical_shards=50",
         ),
-        ({"per_device_batch_size": 0.3}, "8 devices makes a global batch of 2.4 rows"),
+        ({"per_device_batch_size": 0.3}, "8 devices gives a global batch of 2.4 rows"),
         ({"global_batch_size": 12}, "12 rows cannot be divided evenly among 8 devices"),
     ],
 )

@@ -52,7 +52,7 @@ def look(
       is_sample: whether to digest only about a thousand elements of each part.
 
     Returns:
-      A dict from array index to a dict from device ID to digest, in hex.
+      The digests, in hex, keyed by array index and then by device ID.
     """
     groups: dict[tuple[jax.Device, ...], dict[int, list[Any]]] = {}
     for number, array in arrays.items():

@@ -31,10 +31,9 @@ class Summary:
 
     Attributes:
       step: the training step.
-      loaded: a dict from name to loaded component or tree.
-      skipped: a dict from the name of each skipped component to the reason.
-      failed: a dict from the name of each component that could not be loaded to the
-        reason.
+      loaded: the loaded components and trees, keyed by name.
+      skipped: why each skipped component was skipped, keyed by name.
+      failed: why each component that could not be loaded failed, keyed by name.
     """
 
     step: int

@@ -31,9 +31,9 @@ class CheckpointMetadata:
       commit_timestamp_nsecs: when the step was committed, in nanoseconds since 1970.
       init_timestamp_nsecs: when the save began, in nanoseconds since 1970; None if
         unknown.
-      metadata: the requested pytree with abstract leaves, or a dict from the name of
-        each checkpointable to its abstract tree (None for a component). A string leaf
-        is `"string"`. Orbax's own metadata if stock Orbax saved the step; None if the
+      metadata: the requested pytree with abstract leaves, or the abstract trees of all
+        checkpointables (None for a component), keyed by name. A string leaf is
+        `"string"`. Orbax's own metadata if stock Orbax saved the step; None if the
         steps were only listed.
     """
 

@@ -91,7 +91,7 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def owed(self, step_id: StepId) -> Contents | None:
-        """The contents of a step in memory that is due in storage but missing there.
+        """The contents of a step in memory that was due to be saved to storage.
 
         None if storage has the step, or the step was not due there.
 

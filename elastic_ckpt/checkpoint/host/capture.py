@@ -284,9 +284,9 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
     """Copies this process's portion of a state; arrays may be donated afterwards.
 
     Args:
-      leaves: a dict from path to a JAX array under any sharding, typed random keys
-        (whose data is captured), a value that is whole in every process (a NumPy array
-        or a number), or `Shards`.
+      leaves: keyed by path, JAX arrays under any sharding, typed random keys (whose
+        data is captured), values that are whole in every process (NumPy arrays or
+        numbers), or `Shards`.
       memory: the memory for the copies, which they return on release.
 
     Raises:

@@ -16,7 +16,7 @@ from elastic_ckpt.core import storage
 
 
 def read(directory: epath.PathLike) -> dict[str, bytes]:
-    """Reads all files in a directory; returns a dict from path to content."""
+    """Returns the content of all files in a directory, keyed by path."""
     top = pathlib.Path(directory)
     files = [path for path in top.rglob("*") if path.is_file()]
     return {str(path.relative_to(top)): path.read_bytes() for path in files}

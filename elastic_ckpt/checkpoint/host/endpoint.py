@@ -38,7 +38,7 @@ from elastic_ckpt.tiers.ram import local, machine, ram_disk
 if TYPE_CHECKING:
     from elastic_ckpt.checkpoint.hosts import Hosts
 
-# Creates the objects of additional roles from a host's objects; keyed by class name.
+# Creates a host's additional role objects, keyed by class name, from the existing ones.
 MoreRoles = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -212,15 +212,15 @@ def join(hosts: Hosts, *, write_claim: claims.WriteClaim | None = None) -> None:
 
     Args:
       hosts: all hosts of the world.
-      write_claim: the claim to write to storage, which begins when all hosts have their
-        slots; None if the hosts do not write to storage.
+      write_claim: the write claim, made once all hosts have their slots; None if the
+        hosts do not write to storage.
 
     Raises:
       HostsFailedError: if a host cannot join; the message says why.
       RunError: if a host's RAM disk has steps of another run.
     """
     introduced = hosts.all(HostEndpoint.introduce)
-    # Idle machines have the newest world's secret. A machine that was not in that world
+    # Idle machines have the latest world's secret. A machine that was not in that world
     # may have a different secret, created by its agent.
     known = [each for each in introduced if each.secret] or introduced
     newest = max(known, key=Introduction.last_secs)

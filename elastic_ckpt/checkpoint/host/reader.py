@@ -273,7 +273,7 @@ class HostReader:
 
     @calls.call()
     def files(self, component: str) -> dict[str, bytes]:
-        """A component's materialized files, as a dict from path to content."""
+        """The content of a component's materialized files, keyed by path."""
         return component_files.read(self._files() / component)
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:

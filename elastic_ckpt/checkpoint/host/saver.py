@@ -1,4 +1,4 @@
-"""One host's side of a save: it captures, writes and commits its shards.
+"""One host's side of a save: it captures, writes and commits its parts.
 
 A save calls `capture`, `write`, `commit` (or `abandon`) and then `collect`.
 """

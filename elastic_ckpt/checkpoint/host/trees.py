@@ -275,9 +275,9 @@ def _with_devices(path: str, sharding: Sharding | None) -> Sharding:
         mesh = jax.sharding.get_mesh()
         if mesh.abstract_mesh != sharding.mesh:
             raise errors.CheckpointError(
-                f"{path.removeprefix('/')} has a sharding on a mesh without devices,"
-                f" {sharding.mesh}; restore it inside the jax.set_mesh(mesh) block in"
-                " which the sharding was created"
+                f"{path.removeprefix('/')} has a sharding on an abstract mesh, which"
+                f" has no devices ({sharding.mesh}); restore it inside the"
+                " jax.set_mesh(mesh) block in which the sharding was created"
             )
         memory_kind = sharding.memory_kind
         return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind)

@@ -37,8 +37,8 @@ FEATURES = (
     "targets_position",
 )
 
-# Minimum number of rows in a chapter: 48, which makes rows 97 % full, but fewer if 48
-# rows have more than `_CHAPTER_TOKENS` tokens.
+# Minimum number of rows in a chapter: 48 rows are 97% full. Fewer if 48 rows have more
+# than `_CHAPTER_TOKENS` tokens.
 _MOST_ROWS, _LEAST_ROWS = 48, 4
 _CHAPTER_TOKENS = 2**17
 # Maximum number of documents read at a time.
@@ -632,7 +632,7 @@ def _check_vocabulary(vocab_size: int, *arrays: np.ndarray) -> None:
         is_wrong = numbers.view(np.uint32) >= vocab_size
         if is_wrong.any():
             raise errors.DataError(
-                f"a document has the token {numbers[is_wrong][0]}, but the model's"
+                f"a document contains token {numbers[is_wrong][0]}, but the model's"
                 f" vocabulary has only tokens from 0 to {vocab_size - 1}; set"
                 " vocab_size to the vocabulary size of the tokenizer that created the"
                 " tokens"

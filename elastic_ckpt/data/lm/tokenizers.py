@@ -1,7 +1,8 @@
 """Tokenizers, which convert text to tokens and identify the settings that matter.
 
-A `.tiktoken` file has a base64 token and its rank on each line. It is used as in Llama
-3 and MaxText: with their pattern, and with 256 special tokens after the last rank.
+Each line of a `.tiktoken` file contains a base64 token and its rank. The file is used
+as in Llama 3 and MaxText: with their pattern, and with 256 special tokens after the
+last rank.
 
 The text of a special token in a document remains plain text, except with a
 `tokenizer.json`, where it becomes the special token, as in `transformers`.

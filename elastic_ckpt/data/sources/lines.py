@@ -180,7 +180,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = max(names, key=names.count)
-        raise ValueError(f"an object has the field {twice!r} twice")
+        raise ValueError(f"an object has field {twice!r} twice")
     return fields
 
 

@@ -1,11 +1,11 @@
 """Files in object stores: read ahead in ranges, by parallel requests.
 
-The readers of a process share a cache of the most recently used ranges, each from one
-version of a file. The more consecutive ranges before the current one are in the cache,
-the more ranges are requested ahead, up to a limit. So a sequential reader has many
-requests in flight, unless other readers need the memory, and a random reader requests
-few ranges that it does not need. Bytes known to be read next can be requested early
-(`read_ahead`).
+A range is a fixed-size block of `RANGE_BYTES`. The readers of a process share a cache
+of the most recently used ranges, each from one version of a file. The more consecutive
+ranges before the current one are in the cache, the more ranges are requested ahead, up
+to a limit. So a sequential reader has many requests in flight, unless other readers
+need the memory, and a random reader requests few ranges that it does not need. Bytes
+known to be read next can be requested early (`read_ahead`).
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Object:
     num_bytes: int
 
     def key(self, number: int) -> tuple[str, str, int, int]:
-        """The cache key of a range."""
+        """The cache key of range `number`."""
         return self.url, self.version, self.num_bytes, number
 
     def request(self, first: int, last: int) -> list[concurrent.futures.Future[bytes]]:
-        """Requests the ranges from `first` to `last` that exist."""
+        """Requests ranges number `first` through `last`, up to the end of the file."""
         end = -(-self.num_bytes // RANGE_BYTES)
         return [
             _RANGES.get(

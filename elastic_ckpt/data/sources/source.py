@@ -350,7 +350,7 @@ class WalkedFiles(RawFiles):
         A whole file is also checked for completeness.
 
         Raises:
-          LostError: where the file is damaged.
+          LostError: if the file is damaged; raised when the iteration gets there.
           DataError: if part of a whole file would be skipped.
         """
 

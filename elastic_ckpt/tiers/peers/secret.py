@@ -42,8 +42,8 @@ def read_or_create(root: epath.PathLike) -> str:
     private = stat.S_ISREG(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
     if not private or status.st_uid != os.geteuid():
         raise errors.RunError(
-            f"{file} is not a file with mode 0600 that this user owns, so others may"
-            " know the run's secret; remove the file to let a new secret be created"
+            f"{file} must be a file that this user owns, with mode 0600; others may"
+            " know the run's secret. Delete the file, and a new secret will be created"
         )
     return read(file)
 

@@ -1,14 +1,14 @@
 """Claims let only one program at a time write to a directory of steps.
 
-A program that opens the directory to save creates the next record in `worlds/` (see
-`records`), unless the newest record's program is still writing. All worlds of one
-launch of a run share a name and follow each other. If a launcher restarts the run, the
-new launch follows immediately, unless both launches run on the same machine. The
-program with the newest record writes; the other program notices before it commits a
-step.
+A program that opens the directory to save claims a world: it creates the next record in
+`worlds/` (see `records`), unless the newest record's program is still writing. All
+worlds of one launch of a run share a name and follow each other. If a launcher restarts
+the run, the new launch follows immediately, unless both launches run on the same
+machine. Only the newest record is a valid claim: its program writes, and an earlier
+program notices before it commits a step.
 
 Before a world saves anything, its record gets the world's line (see `steps.step`);
-until then the record has the previous world's line. So steps that a replaced world
+until then the record contains the previous world's line. So steps that a replaced world
 still saves, or that the run rolled back, do not count, even if all steps of the new
 line are gone.
 """
@@ -74,10 +74,10 @@ class Claim:
 
 
 def newest(steps: epath.PathLike) -> Claim | None:
-    """The claim of the newest world; None before the first.
+    """The claim of the latest world; None before the first.
 
     Raises:
-      CheckpointError: if storage is out of reach, or the record cannot be read.
+      CheckpointError: if storage is unreachable, or the record cannot be read.
     """
     number, record = _records(steps).newest()
     if record is None:
@@ -126,7 +126,7 @@ class WriteClaim:
     """A program's claim to write to a directory of steps.
 
     Every process that drives the hosts of a run creates a claim with the same
-    arguments. Only host 0's claim acts; all claims raise its errors.
+    arguments. Only host 0 accesses storage; the claims on all hosts raise its errors.
 
     Args:
       steps: the directory, local or in an object store.
@@ -199,7 +199,7 @@ class WriteClaim:
         Raises:
           ReplacedError: if another program is writing now, or the directory was
             removed.
-          HostsFailedError: if storage is out of reach.
+          HostsFailedError: if storage is unreachable.
         """
         return self._agreed("check", self._begin)
 

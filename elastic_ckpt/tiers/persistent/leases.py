@@ -57,8 +57,8 @@ def lease(
 
     Raises:
       StepGoneError: if the step does not exist or is being removed.
-      CheckpointError: at the end of the block, if the lease was lost, so that files may
-        have been removed before they were read.
+      CheckpointError: if the lease was lost; raised at the end of the block, because
+        files may have been removed before they were read.
       OSError: if storage is unavailable; for a bucket, its client's own error may be
         raised instead.
     """

@@ -299,14 +299,16 @@ def manifest_names(directory: epath.Path) -> list[str]:
 def read_manifests(
     directory: epath.Path, *, run: str, step: int, hosts: Collection[str] = ()
 ) -> list[Manifest | errors.CheckpointError]:
-    """Reads a step directory's manifests, in order, with errors for unreadable ones.
+    """Reads a step directory's manifests in order of name.
+
+    An unreadable manifest is returned as an error.
 
     Args:
       directory: the step directory.
       run: the run that the manifests must belong to.
       step: the step that the manifests must belong to.
-      hosts: the hosts known to have written manifests, because an object store's
-        listing may lag.
+      hosts: the hosts known to have written manifests; these are read even if an object
+        store's listing lags.
 
     Raises:
       OutOfReachError: if storage is unavailable.

@@ -94,7 +94,7 @@ class RunAgents:
 
     @property
     def urls(self) -> dict[str, str]:
-        """The URLs of the newest world's agents, by machine."""
+        """The URLs of the latest world's agents, by machine."""
         newest = max((each.secs for each in self.agents.values()), default=0)
         return {m: url for m, (url, secs) in self.agents.items() if secs == newest}
 
@@ -123,7 +123,7 @@ class Evaluation:
 def steps_directory(
     directory: epath.PathLike, *, has_steps: bool = True
 ) -> StepsDirectory:
-    """Determines which run a directory of steps, in storage or RAM, belongs to.
+    """Determines which run a steps directory (in storage or RAM) belongs to.
 
     Args:
       directory: the directory.
@@ -257,7 +257,7 @@ def write_agents(directory: epath.PathLike, agents: RunAgents) -> None:
     """Replaces the recorded agents.
 
     Raises:
-      CheckpointError: if storage is out of reach.
+      CheckpointError: if storage is unreachable.
     """
     path = storage.absolute(directory) / AGENTS
     with records.within_reach(path):
@@ -318,7 +318,7 @@ def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int
     takes precedence. Skips an evaluation if its step has been saved again since.
 
     Raises:
-      CheckpointError: if storage is out of reach.
+      CheckpointError: if storage is unreachable.
     """
     return [
         (each.step, each.metrics)

@@ -73,8 +73,8 @@ class Upload:
     """One host's side of an upload.
 
     Args:
-      claim: the number of the host's world; 0 for no world. The world must be the
-        newest whenever a file is written to a directory that another launch may share.
+      claim: the number of the claimed world; 0 for no world. The world must be the
+        latest whenever a file is written to a directory that another launch may share.
 
     Attributes:
       there: the parts that hosts already uploaded, if an upload was interrupted.

@@ -5,10 +5,10 @@ does not belong to a step yet (`take`). Then the file gets a checksum and is ren
 into its step directory (`place`). So a step is in memory only once, on the RAM disk.
 Small chunks stay in ordinary memory until `place` writes them.
 
-The kernel clears fresh pages, which takes three times as long as a copy. So the files
-of a removed step stay mapped, in the slot's `spare` directory, for the next step. If
-there are no spare files, they are created in advance (`prepare`). A later process
-removes all files there.
+Clearing fresh pages takes the kernel three times as long as a copy. So the files of a
+removed step stay mapped, in the slot's `spare` directory, for the next step. If there
+are no spare files, they are created in advance (`prepare`). A later process removes all
+files there.
 """
 
 from __future__ import annotations

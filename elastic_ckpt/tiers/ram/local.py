@@ -193,9 +193,10 @@ class LocalHost:
                     yield slot
 
     def sweep(self, slot: int, step_id: StepId) -> None:
-        """Removes a step's files that its manifest does not list.
+        """Removes any files of a step that its manifest does not list.
 
-        Without a readable manifest, removes all files. A later version's step stays.
+        If the manifest is missing or unreadable, removes all files. Keeps the step if a
+        later version of elastic_ckpt wrote its manifest.
         """
         path = self.disk.manifest_path(slot, step_id)
         try:

@@ -330,8 +330,8 @@ def _frozen(shards: Sequence[TorchFile]) -> Iterator[StoredTensor]:
         ranges, numel = [], math.prod(shape)
         for dp, file in enumerate(shards):
             flat = file.typed(StoredTensor, "frozen_param_fragments", name)
-            part = dp, len(shards)
-            ranges.append(zero.equal_part(file, flat, start=0, numel=numel, part=part))
+            rank = dp, len(shards)
+            ranges.append(zero.equal_part(file, flat, start=0, numel=numel, rank=rank))
         yield zero.of_ranges(name, "parameter", shape, ranges)
 
 

@@ -103,9 +103,9 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
         for (name, kind), held in sorted(shapes.items()):
             if len(held) < ranks:
                 raise FormatError(
-                    f"only {len(held)} of {ranks} ranks have {name} ({kind}); copy the"
-                    " other ranks' files or, if this is an expert, save with"
-                    " enable_expert_tensor_parallelism"
+                    f"only {len(held)} of {ranks} ranks have {name} ({kind}); add the"
+                    " other ranks' files or, if this is an expert parameter, save again"
+                    " with enable_expert_tensor_parallelism"
                 )
             matched = {key: each for key, p, each in entries if p.match(name)}
             if kind == _BUFFER and not matched:

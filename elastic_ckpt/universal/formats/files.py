@@ -89,7 +89,7 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
     """Reads the JSON object in a file.
 
     Raises:
-      FormatError: if the file is missing, and as for `parse_json`.
+      FormatError: if the file is missing; see also `parse_json`.
     """
     return parse_json(read(path), str(path))
 

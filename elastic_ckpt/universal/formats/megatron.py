@@ -62,7 +62,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     """Opens an iteration's directory, or a directory with a pointer to the latest one.
 
     Raises:
-      FormatError: as for `dcp.open_checkpoint`, and if a rank's file is missing or
+      FormatError: see `dcp.open_checkpoint`; also if a rank's file is missing or
         damaged.
     """
     folder = _folder(epath.Path(path))

@@ -476,7 +476,7 @@ def read_all(paths: Mapping[Any, epath.Path]) -> dict[Any, TorchFile]:
     """Reads the structures of many files; the result has the keys of `paths`.
 
     Raises:
-      FormatError: as for `read`.
+      FormatError: see `read`.
     """
     with futures.ThreadPoolExecutor(_THREADS) as threads:
         return dict(zip(paths, threads.map(read, paths.values()), strict=True))
@@ -486,7 +486,7 @@ def read_arrays(path: epath.PathLike) -> Any:
     """Reads a file, local or in a bucket, with arrays in place of tensors.
 
     Raises:
-      FormatError: as for `read`, or if a CRC-32 does not match.
+      FormatError: see `read`; also if a CRC-32 does not match.
     """
     with files.opened(path) as file:
         archive = _archive(file, str(path))

@@ -116,13 +116,13 @@ def of_ranges(
 
 
 def equal_part(
-    file: TorchFile, flat: StoredTensor, *, start: int, numel: int, part: _Rank
+    file: TorchFile, flat: StoredTensor, *, start: int, numel: int, rank: _Rank
 ) -> Range:
     """One rank's range of a parameter of `numel` elements, split equally, rounded up.
 
-    The part begins at `start` in the rank's tensor `flat`.
+    The range begins at `start` in the rank's tensor `flat`.
     """
-    number, count = part
+    number, count = rank
     size = -(-numel // count)
     return Range(file, flat, start, max(0, min(size, numel - number * size)))
 
@@ -138,7 +138,7 @@ def shapes_of(model: TorchFile) -> list[dict[str, Shape]]:
 
 
 def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
-    """Checks a dict from parameter name to shape.
+    """Checks shapes, a dict keyed by parameter name.
 
     Raises:
       FormatError: if it is not a dict or one of its values is not a shape.
@@ -168,7 +168,7 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
         for dp, file in enumerate(held):
             rank = dp, len(held)
             try:
-                parts = list(
+                found = list(
                     _equal_parts(file, group, shapes, rank)
                     if is_equal
                     else _listed_parts(file, group)
@@ -179,15 +179,15 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
                     f"has states in group {group} that are not in ZeRO's format"
                     f" ({error!r:.200})"
                 ) from None
-            for name, key, part in parts:
+            for name, key, one in found:
                 if name not in shapes:
                     raise file.error(f"has {name}, which param_shapes does not list")
                 lacking.pop(name, None)
                 state = experts.get(name, name), kind_of(key)
                 _, ranges = made.setdefault(state, (shapes[name], []))
                 # A number is the same on every rank.
-                if part.flat.shape or not ranges:
-                    ranges.append(part)
+                if one.flat.shape or not ranges:
+                    ranges.append(one)
         if lacking:
             raise held[0].error(
                 f"and its neighbors lack states of {errors.first_of(lacking)}; files of"
@@ -198,7 +198,7 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
 
 
 def _equal_parts(
-    file: TorchFile, group: int, shapes: Shapes, part: _Rank
+    file: TorchFile, group: int, shapes: Shapes, rank: _Rank
 ) -> Iterator[tuple[str, str, Range]]:
     # Stage 3: the parameter, the optimizer's name for the state, and the range.
     if file.at(_STATE, "ds_zero_partition_groups") is not None:
@@ -212,8 +212,8 @@ def _equal_parts(
     for name, shape in shapes.items():
         numel = math.prod(shape)
         for key, flat in flats.items():
-            yield name, key, equal_part(file, flat, start=start, numel=numel, part=part)
-        start += -(-numel // part[1])
+            yield name, key, equal_part(file, flat, start=start, numel=numel, rank=rank)
+        start += -(-numel // rank[1])
 
 
 def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range]]:
@@ -252,11 +252,11 @@ def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]
 
 
 def _experts(
-    file: TorchFile, group: int, shapes: Shapes, part: _Rank
+    file: TorchFile, group: int, shapes: Shapes, rank: _Rank
 ) -> dict[str, str]:
     # Maps expert parameters' names in optimizer files, which number experts within a
     # rank, to their names in model files, which number experts across all ranks.
-    dp, ranks = part
+    dp, ranks = rank
     counts = file.at(_STATE, "partition_count")
     # Stage 3 has one count for all groups.
     count = operator.index(counts[group]) if isinstance(counts, list) else ranks

@@ -110,9 +110,9 @@ def copy(into: np.ndarray, values: np.ndarray) -> None:
     """Copies `values` to `into`, which has the same shape, and casts them to its dtype.
 
     NumPy copies in the memory order of one side. A transposing copy then loads a cache
-    line for each element of the other side, which makes it four times as slow. This
-    function transposes in tiles that fit into the cache on both sides. The strides of
-    `into` must descend, as in a `Form`.
+    line for each element of the other side and is four times as slow. This function
+    transposes in tiles that fit into the cache on both sides. The strides of `into`
+    must descend, as in a `Form`.
     """
     inner = into.ndim - 1
     if inner < 1 or into.size < 4 * _FEW_ELEMENTS:

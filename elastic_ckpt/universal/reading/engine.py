@@ -302,7 +302,7 @@ class Reader:
     def _near(
         self, every: Sequence[Any], box: Box, key: object, box_of: Callable[[Any], Box]
     ) -> Sequence[Any]:
-        # Of the many parts of the tensor `key`, finds those that may overlap a box.
+        # Of many boxes of the tensor `key`, finds those that may overlap a box.
         rank = len(box.start)
         if key not in self._boxes:
             self._boxes[key] = Boxes.from_boxes(map(box_of, every), rank=rank)

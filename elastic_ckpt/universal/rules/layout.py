@@ -166,8 +166,8 @@ class Rule:
     """Relates tensors of a checkpoint to tensors of a target.
 
     Each side maps name patterns to dims expressions. Dims, captures and rank axes are
-    all coordinates of the same elements: `layer` may be in the names of one side and a
-    dim of the other.
+    all coordinates of the same elements: `layer` can appear in names on one side and as
+    a dim on the other.
 
     Attributes:
       source: the tensors of the checkpoint.
@@ -177,15 +177,17 @@ class Rule:
       widths: the sizes of a dim on each rank, by dim and rank axis, which override the
         layout's widths.
       states: the states that the rule applies to; empty for all of the layout's states.
-      kind: the kind of tensors that the rule applies to; its names are then complete,
-        without a state's name. None for a rule that applies to states.
-      optional: whether the checkpoint and target may have none of the rule's tensors.
+      kind: the kind of tensors that the rule applies to; its names are then complete
+        tensor names, not parameters' names. None for a rule that applies to states.
+      optional: whether the rule's tensors may be missing from the checkpoint and the
+        target.
       only: the only direction in which the rule applies, either from the checkpoint
         (`forward`) or to it (`inverse`); "" for both.
-      excepted: names that the sources do not match; `*` stands for any string.
+      excepted: names that the source patterns must not match; `*` stands for any
+        string.
       require: the checkpoint values that the rule needs, by path.
       unmet: a message about the first required value that the checkpoint lacks; "" if
-        it has all values.
+        it has them all.
       place: the position in the layout, used in error messages.
     """
 

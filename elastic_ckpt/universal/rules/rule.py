@@ -169,7 +169,7 @@ class ParsedRule:
         determine.
       names: the names of captures, dims and rank axes.
       wanted: the indices of the sources that a complete instance has.
-      needed: the indices of the sources without which an instance makes nothing.
+      needed: the indices of the sources without which an instance produces nothing.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -844,7 +844,7 @@ class Planner:
     def _moves(
         self, held: Sequence[str], froms: Sequence[Slab], tos: Sequence[Slab]
     ) -> Iterator[InstanceMove]:
-        # The moves between parts with the same coordinates.
+        # The moves between elements with the same coordinates.
         sources, targets = _as_boxes(held, froms), _as_boxes(held, tos)
         into, of = box_join.overlaps(targets, sources)
         start = np.maximum(targets.start[into], sources.start[of])
@@ -856,8 +856,8 @@ class Planner:
             covered = np.zeros(len(slabs), np.int64)
             np.add.at(covered, number, (stop - start).prod(axis=1))
             for at in np.flatnonzero(covered < whole.volumes)[:1]:
-                parts = Boxes(start=start[number == at], stop=stop[number == at])
-                gap = box_cover.gaps(whole[at], parts)[0]
+                found = Boxes(start=start[number == at], stop=stop[number == at])
+                gap = box_cover.gaps(whole[at], found)[0]
                 shown = ", ".join(
                     f"{name} {first}:{last}"
                     for name, first, last in zip(held, gap.start, gap.stop, strict=True)
@@ -873,10 +873,10 @@ class Planner:
         is_doubled = len(box_join.overlaps(sources, sources)[0]) > len(sources)
         if is_doubled or len(originals) > 1:
             raise LayoutError(
-                f"{(froms if is_doubled else tos)[0].pattern.place}: elements with the "
-                f"coordinates ({' '.join(held)}) occur twice; give each part "
-                "its own name, with `sizes: {e: d}` if the sizes are equal, "
-                "or set `copy: checked` for a tensor that is a copy"
+                f"{(froms if is_doubled else tos)[0].pattern.place}: two elements have "
+                f"the same coordinates ({' '.join(held)}); give each tensor or term "
+                "of a sum its own dim name (with `sizes: {e: d}` if the sizes are "
+                "equal), or set `copy: checked` if the tensor is a copy"
             )
         lengths, low = map(tuple, (stop - start).tolist()), start.tolist()
         pairs = zip(into.tolist(), of.tolist(), low, lengths, strict=True)
@@ -1066,7 +1066,7 @@ def target_dtype(
       given: the existing target's dtype; None if there is no existing target.
 
     Raises:
-      LayoutError: if the rule makes a different dtype, or needs a cast but has no
+      LayoutError: if the rule produces a different dtype, or needs a cast but has no
         `dtype`. The caller adds the target's name to the message.
     """
     written = tensor.pattern.dtype

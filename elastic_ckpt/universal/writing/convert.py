@@ -91,7 +91,7 @@ class Job:
 
 
 class Conversion:
-    """An open checkpoint and the tensors that a layout makes from it.
+    """An open checkpoint and the tensors that a layout produces from it.
 
     Attributes:
       layout: the layout from the checkpoint's tensors to the targets.

@@ -124,8 +124,8 @@ def _tree(
     if () in named:
         if len(named) > 1:
             raise errors.CheckpointError(
-                f"{'/'.join(path)} is a target, but there are also tensors under it;"
-                " rename one of them in the layout"
+                f"{'/'.join(path)} is both a tensor and the parent of other tensors; in"
+                f" the layout, rename {'/'.join(path)} or the tensors under it"
             )
         return _leaf(named[()])
     below: dict[str, dict[tuple[str, ...], TargetTensor]] = {}

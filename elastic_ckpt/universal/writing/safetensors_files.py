@@ -174,9 +174,9 @@ class HuggingFaceModel(SafetensorsFiles):
             conversion.targets.remove(named[_OUTPUT])
         if is_tied is False and embedding and _OUTPUT not in named:
             raise errors.ConfigError(
-                f"{self._model / CONFIG} sets {_TIED}: false, but the rules make no"
-                f" {_OUTPUT}, so the model's output layer would be random; correct the"
-                " configuration or the rules"
+                f"{self._model / CONFIG} sets {_TIED}: false, but the rules do not"
+                f" produce {_OUTPUT}, so the output layer would be randomly"
+                " initialized; correct the configuration or the rules"
             )
         super().__init__(conversion)
 

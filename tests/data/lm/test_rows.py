@@ -220,10 +220,10 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
     [
         ([1, 2, 3], {}, "a document to pack is of type list; Rows accepts only one"),
         (np.ones(3), {}, "a document to pack is of type ndarray; Rows accepts"),
-        (np.array([1, 2**40]), {}, f"has the token {2**40}, which does not fit"),
-        (np.array([2**31], np.uint32), {}, f"has the token {2**31}, which does not"),
-        (np.array([1, 9]), {"vocab_size": 9}, "has the token 9, but .* from 0 to 8"),
-        (np.array([1, -1]), {"vocab_size": 9}, "has the token -1, but"),
+        (np.array([1, 2**40]), {}, f"contains token {2**40}, which does not fit"),
+        (np.array([2**31], np.uint32), {}, f"contains token {2**31}, which does not"),
+        (np.array([1, 9]), {"vocab_size": 9}, "contains token 9, but .* from 0 to 8"),
+        (np.array([1, -1]), {"vocab_size": 9}, "contains token -1, but"),
         ({"tokens": np.arange(3)}, {}, "a document to pack is of type dict"),
         (
             {"tokens": np.arange(3), "other": np.arange(3)},

@@ -76,7 +76,7 @@ w 2 3 => of d, heads
 w 2 3 => 'w' has the coordinates \(a b\), and 'k' .* \(a\); .*`replicated`
 
 {w: a b, v: a b} -> {k: a b}
-w 2 3; v 2 3 => occur twice; .*`copy: checked`
+w 2 3; v 2 3 => two elements have the same coordinates .*`copy: checked`
 
 {w: a b} -> {k: a b}
 w 2 3 tp=0; w 2 3 tp=0 => multiple values

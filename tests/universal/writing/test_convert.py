@@ -366,7 +366,7 @@ def test_trees_of_orbax_have_the_name_and_the_lists_of_the_layout(tmp_path, caps
 @pytest.mark.parametrize(
     ("names", "options", "match"),
     [
-        (("a", "a/b"), [], "a is a target, but there are also tensors"),
+        (("a", "a/b"), [], "a is both a tensor and the parent of other tensors"),
         (("a/b", "a.b"), [], "one would be lost"),
         (("w",), ["--size", "kv=2"], "specify --rules"),
         (("w",), ["--reverse"], "specify --rules"),
