@@ -482,7 +482,7 @@ class HostsCheckpointer:
             the next save raises an error.
 
         Returns:
-          A dict from name to the restored pytree or loaded object.
+          The restored pytrees and loaded objects, keyed by name.
 
         Raises:
           StepNotFoundError: if there is no such step.

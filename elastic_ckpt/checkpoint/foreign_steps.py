@@ -284,7 +284,7 @@ def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
 
 
 def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
-    """A dict from step number to path of the complete steps, in ascending order."""
+    """The paths of the complete steps, keyed by step number, in ascending order."""
     root = storage.absolute(directory)
     numbers = sorted(filter(str.isdigit, records.names(root)), key=int)
     paths = (root / number for number in numbers)

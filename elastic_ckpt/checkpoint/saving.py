@@ -63,7 +63,7 @@ class CapturedStep:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """A dict from leaf path or component name to the kind of value to save."""
+        """The kinds of values to save, keyed by leaf path or component name."""
         kinds = {
             name: str(each) if isinstance(each, Component) else "component"
             for name, each in self.stateful.items()

@@ -191,7 +191,7 @@ class StepDescription:
         return HostNotes(contents.metrics, contents.custom_metadata, kinds_digest)
 
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
-        """A dict from leaf path or component name to the kind of value to save."""
+        """The kinds of values to save, keyed by leaf path or component name."""
         leaves = _with_none(self.trees).items()
         return {path: _kind(leaf) for path, leaf in leaves} | dict(components)
 

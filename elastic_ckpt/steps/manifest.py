@@ -136,7 +136,7 @@ class Contents:
 
     @functools.cached_property
     def files(self) -> Mapping[str, int]:
-        """A dict from the path of each leaf that is a file to the leaf's index."""
+        """The index of each leaf that is a file, keyed by path."""
         return {leaf.path: n for n, leaf in enumerate(self.leaves) if leaf.is_file}
 
     @functools.cached_property

@@ -123,7 +123,7 @@ REFUSALS = {
         error=errors.ElasticCkptError,
     ),
     "verification of a missing directory": verb(
-        "none: there is no such directory",
+        "none: no such directory; specify",
         *("verify", "DIR/none"),
         error=errors.ElasticCkptError,
     ),

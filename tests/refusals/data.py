@@ -139,7 +139,7 @@ REFUSALS = {
     ),
     "no epoch": row(ec.data.ReadOptions)("num_epochs=0 is inv", num_epochs=0),
     "weights of other datasets": row(ec.data.Mixture)(
-        r"parts are named \['a'\], but the weights .* \['b'\]; pass one",
+        r"datasets are named \['a'\], but the weights .* \['b'\]; pass one",
         *({"a": numbers(0)}, {"b": 1}),
         shard=0,
     ),

@@ -86,8 +86,8 @@ def differing(leaf: Any) -> Mapping[int, int]:
     All processes that share the array must call this.
 
     Returns:
-      A dict from device ID to the count, for each mesh device; empty unless the leaf is
-      on a mesh that all hosts share.
+      The count for each mesh device, keyed by device ID; empty unless the leaf is on a
+      mesh that all hosts share.
     """
     is_on_mesh = is_readable(leaf) and hasattr(leaf.sharding, "mesh")
     if not is_on_mesh or (leaf.is_fully_addressable and topology.num_hosts() > 1):

@@ -107,7 +107,7 @@ class HostBackup:
         """Prepares a backup; called on host 0 before the other hosts begin.
 
         Returns:
-          A dict from array path to chunk shape.
+          The chunk shapes, keyed by array path.
         """
         contents = self._saved_step(step_id).contents
         self._check(claim)

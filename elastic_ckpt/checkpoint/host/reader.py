@@ -203,7 +203,7 @@ class HostReader:
           others: trees with a different layout, by name.
 
         Returns:
-          A dict from leaf path to saved dtype.
+          The saved dtypes, keyed by leaf path.
 
         Raises:
           CheckpointError: if the step does not contain a requested component.

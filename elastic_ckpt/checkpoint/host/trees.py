@@ -62,7 +62,7 @@ def structure_text(tree: Any) -> str:
 
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """A dict from path to leaf for all trees; `None` is not a leaf."""
+    """The leaves of all trees, keyed by path; `None` is not a leaf."""
     return {
         path: leaf
         for name, tree in trees.items()

@@ -85,7 +85,7 @@ class PersistentTier:
         """The committed steps that stock Orbax wrote.
 
         Returns:
-          A dict from step to the save that it counts as, in ascending order.
+          The save that each step counts as, keyed by step, in ascending order.
         """
         foreign = [step for step, is_ours in self._are_ours.items() if not is_ours]
         return self.root.of_each(self.root.foreign_save, foreign)

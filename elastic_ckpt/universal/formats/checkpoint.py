@@ -154,7 +154,7 @@ def checked_shape(shape: Iterable[object], place: str) -> tuple[int, ...]:
         shown = [dim if type(dim) is int else type(dim).__name__ for dim in dims[:9]]
         raise FormatError(f"{place} has the invalid shape {shown}")
     if math.prod(filter(None, numbers)) > MOST_ELEMENTS:
-        raise FormatError(f"{place} has the shape {list(dims)}, which is too large")
+        raise FormatError(f"{place} has shape {list(dims)}, which is too large")
     return tuple(numbers)
 
 

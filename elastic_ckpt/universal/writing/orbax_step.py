@@ -137,7 +137,7 @@ def _tree(
     for key in made:
         if not _NUMBER.fullmatch(key):
             raise errors.CheckpointError(
-                f"{'/'.join(path)} is in the layout's `lists`, but has the key {key!r},"
+                f"{'/'.join(path)} is in the layout's `lists`, but has key {key!r},"
                 " which is not a number below 10000; remove the path from `lists`"
             )
     # Orbax trees have None for elements without leaves.

@@ -74,7 +74,7 @@ def leaf(*keys):
         (leaf(3), {}, "does not list arrays as Orbax does"),
         ([], {}, "does not list arrays as Orbax does"),
         (None, {"shape": [-1]}, "w has the invalid shape"),
-        (None, {"shape": [2**40, 2**40]}, "w has the shape .* too large"),
+        (None, {"shape": [2**40, 2**40]}, "w has shape .* too large"),
         (None, {"shape": "x"}, "w has the invalid shape .'str'."),
         (None, {"dtype": "O"}, "w has the unsupported type 'O'"),
         (None, {"dtype": ["a"]}, "has the unsupported type"),
