@@ -25,7 +25,7 @@ def encode(value: Any) -> storage.Json:
     """Encodes a value as JSON.
 
     Raises:
-      TypeError: if a part of the value has an unsupported type.
+      TypeError: if the value or a nested value has an unsupported type.
     """
     return msgspec.to_builtins(value, enc_hook=_encoded)
 
@@ -36,7 +36,7 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
     Fields that a dataclass lacks are ignored. Messages call the value `name`.
 
     Raises:
-      ValueError: if a field is missing or a part has the wrong type. The message says
+      ValueError: if a field is missing or a value has the wrong type. The message says
         where.
     """
     # msgspec 0.22 attaches its type information to a class before the information is

@@ -1,8 +1,8 @@
 """Host memory for arrays: allocated on huge pages and reused.
 
-The kernel allocates fresh memory page by page at the first access, which takes five
-times as long as the copy itself on virtual machines. Pages of 2 MiB and a pool of
-memory for reuse avoid this cost.
+The kernel allocates fresh memory page by page at the first access. On virtual machines,
+this takes five times as long as the copy itself. Pages of 2 MiB and a pool of memory
+for reuse avoid this cost.
 """
 
 from __future__ import annotations

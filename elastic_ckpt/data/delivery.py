@@ -153,7 +153,7 @@ def _narrowed(name: str, feature: np.ndarray) -> np.ndarray:
     if kind in "iu" and narrowed is not feature and (narrowed != feature).any():
         value = feature[narrowed != feature][0]
         raise errors.DataError(
-            f"feature {name!r} has the value {value}, which is out of range for"
+            f"feature {name!r} has value {value}, which is out of range for"
             f" {narrowed.dtype}, to which JAX would convert it; use smaller values, or"
             " set jax_enable_x64"
         )

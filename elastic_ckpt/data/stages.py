@@ -379,7 +379,7 @@ def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
         raise errors.ConfigError(
             f"{where} reads different records than the first stage, or has different"
             " steps before its rows; in every stage, mix the same records with"
-            " ec.data.Mixture (weights may be 0), and make rows with ec.data.lm.Rows"
+            " ec.data.Mixture (weights may be 0), and build rows with ec.data.lm.Rows"
         )
 
 

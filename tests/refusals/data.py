@@ -210,7 +210,7 @@ REFUSALS = {
     "a number that JAX would cut": row(
         lambda data: next(batches(data=data)), error=DATA
     )(
-        f"feature 'x' has the value {-(2**31) - 1}, which is out of range for int32",
+        f"feature 'x' has value {-(2**31) - 1}, which is out of range for int32",
         of_rows(lambda e: {"x": e["x"] - 2**31 - 1}),
     ),
     "a ramp that misses its end": row(batch_of)(

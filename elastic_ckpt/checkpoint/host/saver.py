@@ -144,7 +144,7 @@ class HostSaver:
     ) -> Written:
         """Writes the captured values and the component files.
 
-        Without a local tier, only computes their digests.
+        If there is no local tier, only computes their digests.
 
         Raises:
           CheckpointError: if `problem` is not None.

@@ -48,7 +48,7 @@ class Rendered:
 
     Attributes:
       text: the whole conversation.
-      spans: the start and end, in characters, of each part that the assistant says, in
+      spans: the start and end, in characters, of each passage by the assistant, in
         ascending order.
     """
 
@@ -102,10 +102,10 @@ class ChatTemplate:
         return self._rendered(messages, add_generation_prompt).text
 
     def render_with_spans(self, messages: Sequence[Message]) -> Rendered:
-        """Renders a conversation and finds the assistant's parts.
+        """Renders a conversation and finds the assistant's passages.
 
         Raises:
-          DataError: as in `render`, or if the template does not show which parts are
+          DataError: see `render`; also if the template does not show which passages are
             the assistant's.
         """
         whole = self._rendered(messages, False)
@@ -127,8 +127,8 @@ class ChatTemplate:
             raise errors.DataError(
                 "the chat template renders the first"
                 f" {len(messages)} messages of a conversation differently on their own"
-                " than within the whole conversation, so the assistant's part cannot"
-                " be found; mark this part with {% generation %} ... {% endgeneration"
+                " than within the whole conversation, so the assistant's text cannot"
+                " be found; mark this text with {% generation %} ... {% endgeneration"
                 " %} in a copy of the template (chat_template_path in a configuration),"
                 " or train on all turns (sft_train_on_completion_only=false)"
             )
@@ -273,8 +273,8 @@ def _strftime(date: str, format: str) -> str:
         day = datetime.date.fromisoformat(date)
     except ValueError:
         raise errors.DataError(
-            "the chat template asks for today's date, which would make rows change from"
-            f" day to day, and chat_template_date={date!r} is not a date; set"
+            "the chat template asks for today's date, so rows would change from day to"
+            f" day, but chat_template_date={date!r} is not a date; set"
             " chat_template_date to a fixed date, YYYY-MM-DD"
         ) from None
     return day.strftime(format)

@@ -56,10 +56,10 @@ class Encoder(Protocol):
         """The settings that determine the tokens, keyed by configuration key."""
 
     def value(self, element: dict[str, Any]) -> Any:
-        """The part of a record to encode.
+        """The value in a record to encode.
 
         Raises:
-          DataError: if the record lacks this part.
+          DataError: if the record lacks this value.
         """
 
     def tokens(self, values: Sequence[Any]) -> list[Any]:

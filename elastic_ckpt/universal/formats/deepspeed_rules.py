@@ -190,8 +190,8 @@ def _cut(
     # How a parameter or one of its states is sharded.
     if len(shapes) > 1:
         raise FormatError(
-            f"{name}: the shards have different shapes, {sorted(shapes)}, which is"
-            f" not supported; {_OWN} with `widths`"
+            f"{name}: shards of different shapes, {sorted(shapes)}, are not supported;"
+            f" {_OWN} with `widths`"
         )
     if () in shapes:
         return _Cut("...", "...", _REPLICATED)
