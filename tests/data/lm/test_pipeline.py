@@ -177,7 +177,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(corpus, tmp_path):
     document = {"text": "", "tokens": np.array([1, 300, 2])}
     keys = section(corpora.write_parquet(tmp_path / "a", [document]), **TOKENS)
     data = pipeline.from_config(keys, vocab_size=300)
-    with refused("the token 300, but the mo.* from 0 to 299; set", errors.DataError):
+    with refused("token 300, but the mo.* from 0 to 299; set", errors.DataError):
         next(local_batches.LocalBatches(data, global_batch_size=4))
     # Before the data are read, if there is a tokenizer.
     message = "vocab_size=258, but the tokenizer has 259 tokens; set"

@@ -51,7 +51,7 @@ w 128 2 => sizes of vocab; .*--size vocab
 0.w 2 3; 1.w 200 => '1.w' has shape \[200\], .* 'a b'; put rules for special
 
 {w: (q d + d + d) x} -> {query: (q d) x, k: d x, v: d x} | {sizes: {q: 2}}
-w 8 3 => from\['w'\]: .* \(d x\).* its own name, with `sizes: {e: d}`
+w 8 3 => from\['w'\]: .* \(d x\).* its own dim name \(with `sizes: {e: d}`
 
 {"{l}.{e}.w": ff d} -> {"{l}/w": e ff d}
 0.0.w 2 3; 0.1.w 2 3; 0.2.w 2 3; 1.0.w 2 3; 1.2.w 2 3

@@ -480,7 +480,7 @@ FP8 = {"w": W.astype(ml_dtypes.float8_e4m3fn), "w_scale_inv": W[:1]}
     ("tensors", "is_tied", "options", "problem"),
     [
         ({EMBEDDING: W, OUTPUT: -W}, True, [], "lm_head.weight differs from model.emb"),
-        ({EMBEDDING: W}, False, [], "the model's output layer would be random"),
+        ({EMBEDDING: W}, False, [], "the output layer would be random"),
         ({"w": W}, False, ["--dtype", "bf16"], "use bfloat16"),
         (FP8, False, ["--dtype", "bfloat16"], "w is float8_e4m3fn"),
     ],
