@@ -81,9 +81,9 @@ def read_config(directory: str) -> schema.Config:
 
 
 class Journal:
-    """An `Emit` that forwards every event and logs it.
+    """An `Emit` that forwards every event and logs all except step events.
 
-    Step events are not logged here; they go to the step log.
+    Step events go to the step log.
 
     Args:
       emit: called with each event.

@@ -32,8 +32,8 @@ class Summary:
     Attributes:
       step: the training step.
       loaded: the loaded components and trees, keyed by name.
-      skipped: why each skipped component was skipped, keyed by name.
-      failed: why each component that could not be loaded failed, keyed by name.
+      skipped: why components were skipped, keyed by name.
+      failed: why components could not be loaded, keyed by name.
     """
 
     step: int
