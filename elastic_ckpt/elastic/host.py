@@ -150,13 +150,9 @@ class SliceMemory:
     tls_certificate: str | None = None
     tls_key: str | None = None
 
-    def of_slice(self, number: int) -> str:
-        """A slice's RAM disk, which is lost with the slice."""
-        return layout.slice_directory(self.directory, number)
-
     def root(self, number: int) -> str:
-        """The run directory in a slice's RAM."""
-        return os.path.join(self.of_slice(number), self.run)
+        """The run directory in a slice's RAM, which is lost with the slice."""
+        return os.path.join(layout.slice_directory(self.directory, number), self.run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,7 @@ class Station:
                 gone.close()
                 self._forget([gone.address.url])
                 assert self._memory is not None
-                storage.remove(self._memory.of_slice(number))
+                storage.remove(self._memory.root(number))
             case {"fault": Kind.RETURN_SLICE, "slice": int(number)}:
                 self._serve(number)
             case {"fault": Kind.BREAK_SLICE, "slice": int(number)}:

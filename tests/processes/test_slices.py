@@ -1,6 +1,7 @@
 """A live run loses slices and hosts, and takes those in again that are sound."""
 
 import os
+import pathlib
 import signal
 import time
 
@@ -14,8 +15,13 @@ def worlds(run):
     return [each["slices"] for each in run.events("world_started")]
 
 
+def of_another_run(run):
+    return pathlib.Path(run.ram, "slice-2", "another_run")
+
+
 def preempt_after_refusal(run):
     """When slice 2 was refused, the host of slice 0, process 0, gets SIGTERM."""
+    of_another_run(run).mkdir(parents=True)
 
     def preempt(started):
         os.kill(process_tree.host(started, run.path, 0), signal.SIGTERM)
@@ -50,6 +56,9 @@ class TestSlices(claims.Claims):
 
     def test_worlds_have_the_slices_that_are_sound(self, run):
         assert worlds(run) == [[0, 1, 2], [0, 1], [1]]
+
+    def test_the_memory_of_another_run_on_a_lost_slice_stays(self, run):
+        assert of_another_run(run).exists()
 
     def test_a_planned_change_loses_no_step(self, run):
         left = [each["step"] for each in run.events("world_left")]
