@@ -46,7 +46,7 @@ class Response(Generic[T]):
 
 
 class SaveResponse(Response[bool]):
-    """A save in the background; its result is whether the step was committed.
+    """A background save. Its result says whether the step was committed.
 
     With a local tier, a step is committed once it is in the RAM of all hosts; without a
     local tier, once it is in persistent storage. The result is False if the save was

@@ -1,4 +1,4 @@
-"""`elastic-ckpt audit RUN`: proves that a run trained on the right examples.
+"""`elastic-ckpt audit RUN`: checks that a run trained on the right examples.
 
 It compares the run's examples with the examples that one host reads from the run's own
 pipeline. `--step` shows which documents a step used, and `--find` shows which steps

@@ -19,7 +19,7 @@ VERBS = {
     "scale": "ask a live run to continue on a different number of slices",
     "config": "print the configuration that would run, and where each key is set",
     "data": "write a directory of text files as one file of training data",
-    "audit": "prove that a run trained on each batch of a one-host run exactly once",
+    "audit": "check that a run trained on each batch of a one-host run exactly once",
     "plan": "show which host would read which shards of the data",
     "simulate": "show what failures would cost a run, and how much a spare slice or"
     " different save periods would help",

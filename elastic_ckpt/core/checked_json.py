@@ -95,11 +95,11 @@ def check_version(content: Any, *, what: str, version: int) -> None:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]
     if type(found) is not int or found != version:
-        reads = f"version {found!r}, but this release reads version {version}"
+        reads = f"format version {found!r}, but this release reads version {version}"
         if isinstance(found, int) and found > version:
             raise LaterVersionError(
                 f"was written by a later version of elastic_ckpt (it has {reads});"
-                " upgrade to that version"
+                " upgrade elastic_ckpt"
             )
         raise UnreadableError(f"has {reads}")
 

@@ -37,8 +37,8 @@ def _named(number: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
     return read
 
 
-count = _number(Annotated[int, Meta(ge=0)], "a whole number of at least 0")
-positive_count = _number(Annotated[int, Meta(ge=1)], "a whole number of at least 1")
+count = _number(Annotated[int, Meta(ge=0)], "a non-negative integer")
+positive_count = _number(Annotated[int, Meta(ge=1)], "a positive integer")
 port = _number(Annotated[int, Meta(ge=0, lt=2**16)], "a port, 0 to 65535")
 positive_number = _number(
     Annotated[float, Meta(gt=0, le=sys.float_info.max)], "a number above 0"
@@ -46,11 +46,11 @@ positive_number = _number(
 named_positive_count = _named(positive_count)
 named_number = _named(
     _number(
-        Annotated[float, Meta(ge=0, le=sys.float_info.max)], "a number of at least 0"
+        Annotated[float, Meta(ge=0, le=sys.float_info.max)], "a non-negative number"
     )
 )
 
 
 def positive_counts(text: str) -> list[int]:
-    """Parses comma-separated whole numbers of at least 1."""
+    """Parses comma-separated positive integers."""
     return [positive_count(part) for part in text.split(",")]

@@ -221,7 +221,7 @@ def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
 _BOOLEANS = {False: ("off", "no", "false"), True: ("on", "yes", "true")}
 _ARTICLES: dict[type, str] = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "text",
 }

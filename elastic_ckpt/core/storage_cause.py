@@ -1,8 +1,8 @@
 """The causes of storage failures: their names in events, and what to do.
 
-Storage fails in a few ways, which the operating system, TensorStore, bucket clients and
-other hosts word differently. Messages cross processes as text, so a cause is recognized
-by its text.
+Storage fails in only a few ways, but the operating system, TensorStore, bucket clients
+and other hosts each describe them differently. Errors cross process boundaries as text,
+so the cause is identified from the message text.
 """
 
 from __future__ import annotations

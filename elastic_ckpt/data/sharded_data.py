@@ -158,8 +158,9 @@ def sharded(
     given = {each for each in numbers if each is not None}
     if len(given) != 1:
         raise errors.ConfigError(
-            f"sharded: num_shards must have one value, but has {sorted(given)}; set it"
-            " once, in make_shard's ec.data.Records or, without Records, in sharded"
+            "sharded: num_shards must have exactly one value, but these were given:"
+            f" {sorted(given)}; set it only in make_shard's ec.data.Records or, if you"
+            " do not use Records, only in sharded"
         )
     code = [
         step

@@ -419,7 +419,7 @@ def check_devices(
 ) -> None:
     """Checks that this process's devices compute the correct result.
 
-    To inject a fault, `error` is added to the result.
+    A nonzero `error` is added to the result to inject a fault.
 
     Raises:
       DeviceWrongError: if a device computes a different result.

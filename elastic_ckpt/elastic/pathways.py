@@ -34,8 +34,8 @@ try:
     from pathwaysutils.test import mock_fault_injection
 except ImportError:
     raise errors.ConfigError(
-        "a run under a single controller needs the `pathways` extra; to install"
-        f" it, {extras.hint('pathways')}"
+        "a single-controller run needs the `pathways` extra; to install it,"
+        f" {extras.hint('pathways')}"
     ) from None
 
 # The longest pause between checks of the slices while there are too few.
@@ -283,16 +283,15 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
 class SimulatedSlices(manager.Manager):
     """A stand-in for Pathways slices: equal groups of this process's devices.
 
-    For tests and demonstrations: pathwaysutils' manager with its simulator of lost
-    slices. Reading an array on a lost slice raises the error that Pathways would raise.
-    The simulator replaces JAX functions, so call these methods in the thread that
-    trains.
+    For tests and demonstrations: pathwaysutils' manager with its lost-slice simulator.
+    Reading an array on a lost slice raises the error that Pathways would raise. The
+    simulator replaces JAX functions, so call these methods on the training thread.
 
     Args:
       num_slices: the number of groups.
 
     Attributes:
-      alive: the live slice numbers.
+      alive: the numbers of the live slices.
 
     Raises:
       ConfigError: if the devices cannot be divided evenly among the slices.

@@ -160,7 +160,7 @@ class Processes(ProcessCluster):
         for name, number in counts.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise errors.ConfigError(
-                    f"Processes({name}={number!r}): pass a whole number of at least 1"
+                    f"Processes({name}={number!r}): pass a positive integer"
                 )
         if hardware not in ("cpu", "gpu"):
             raise errors.ConfigError(

@@ -106,11 +106,11 @@ class HostProcess:
 
 
 class Station:
-    """The hosts of this machine and the resources that outlive them.
+    """This machine's hosts and the resources that outlive them.
 
     Args:
       hardware: the slices and hosts of the run, and the devices of each host. A host
-        that simulates multiple slices is one slice here.
+        that simulates multiple slices counts as one slice.
       slices: this machine's slice numbers; None if it has all slices.
       memory: the RAM disks of the slices; None if hosts do not store checkpoints there.
       log_directory: the directory for the hosts' output.
@@ -118,7 +118,8 @@ class Station:
 
     Attributes:
       train: the training function; must be set before hosts start.
-      number: this machine's index; all machines have the same number of slices.
+      number: this machine's index, computed from its slice numbers: all machines have
+        equally many slices.
       hosts: the hosts that have not exited.
     """
 

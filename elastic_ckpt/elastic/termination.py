@@ -98,9 +98,9 @@ class Notice:
     """Receives SIGTERM while open, so that the signal does not kill the process.
 
     The descriptor becomes readable immediately after a signal, even while the main
-    thread compiles or waits. A `Notice` opened in another thread receives no signals.
-    If a SIGTERM was delivered but not received before the `Notice` closes, the previous
-    handler gets it.
+    thread is compiling or waiting. A `Notice` opened in another thread receives no
+    signals. If a SIGTERM arrives but `received` has not returned it by the time the
+    `Notice` closes, the previous handler gets it.
 
     Attributes:
       has_received: whether `received` has returned True.

@@ -213,7 +213,7 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
         rows = given.get(key)
         if isinstance(rows, float) and not rows.is_integer():
             # MaxText would load a row for each device and drop some of the rows.
-            _refuse(f"{key}={rows}", "set it to a whole number of rows per device")
+            _refuse(f"{key}={rows}", "set it to an integer number of rows per device")
     for key in ("grain_train_files", "grain_eval_files"):
         for each in datasets.from_list(given.get(key) or "", key=key):
             if each.patterns and storage.is_local(each.patterns):

@@ -421,8 +421,8 @@ def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
         problem = "is missing"
     except checked_json.LaterVersionError as error:
         raise checked_json.LaterVersionError(
-            f"manifest {path} {error}, or move the step directory away to"
-            " continue without it"
+            f"manifest {path} {error} or, to continue without this step, move its"
+            " directory elsewhere"
         ) from None
     except checked_json.UnreadableError as error:
         problem = str(error)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 
 class StepId(NamedTuple):
-    """A saved step: a training step and a save of it.
+    """Identifies a saved step by its training step and the particular save.
 
-    A run that rolls back saves some of its steps again, with different values.
+    After a rollback, a run saves some steps again, with different values.
 
     Attributes:
       save: the name of the save, greater (as a string) than all earlier names; empty if

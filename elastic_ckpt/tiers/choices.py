@@ -144,7 +144,7 @@ class Peers(Tier):
 
     def __post_init__(self) -> None:
         _make_absolute(self, "secret_file")
-        _check(self, "an integer of at least 0", lambda number: number >= 0, "copies")
+        _check(self, "a non-negative integer", lambda number: number >= 0, "copies")
         _check_positive(self, "max_bytes_per_sec", "timeout_secs")
         for url in (*self.known, *self.backups):
             what = "Peers(known=(URL, ...), backups=(URL, ...)) (or peer_urls)"

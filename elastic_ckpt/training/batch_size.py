@@ -103,7 +103,7 @@ def global_batch_size(data: data_keys.DataKeys, world: topology.Topology) -> int
             raise errors.ConfigError(
                 f"per_device_batch_size={data.per_device_batch_size} on"
                 f" {world.devices} devices gives a global batch of {exact:g} rows;"
-                " choose a value that makes it a whole number of rows, at least 1"
+                " choose a value that makes it a positive integer"
             )
     if size % world.devices:
         raise errors.ConfigError(

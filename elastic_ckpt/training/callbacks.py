@@ -187,8 +187,8 @@ class Callbacks:
       emit: called for each finding.
 
     Attributes:
-      decision: the strongest finding for the first step that requires the run to act;
-        None if there is none. Later findings are ignored.
+      decision: the strongest finding at the first step whose findings require the run
+        to act; None if there is none. Later findings are ignored.
       decided_step: the step that `decision` is about.
       rollbacks: the number of times that the run has rolled back.
     """

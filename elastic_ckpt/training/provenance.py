@@ -1,11 +1,11 @@
 """Finds the steps that used a document and the documents that a step used.
 
-The step log places each batch in the stream of rows, including rows that the run
-skipped. The sizes of earlier batches determine the logical shard of each row
-(`data.rows`). Executing the shard's pipeline again (`data.provenance`), from the start
-or from the last saved data state before these rows, shows which documents are in the
-rows. Which shard reads a record, and when, can be computed without reading data, so
-a search reads only one shard per epoch.
+The step log gives each batch's position in the stream of rows, counting rows that the
+run skipped. The sizes of earlier batches determine the logical shard of each row
+(`data.rows`). To find which documents are in the rows, the shard's pipeline is rerun
+(`data.provenance`) from the start or from the last data state saved before them. Which
+shard reads a record, and when, can be computed without reading data, so a search reads
+only one shard per epoch.
 
 The text of positional data is not read: each row is one record, whose index follows
 from the order of the data.

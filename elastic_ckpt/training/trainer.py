@@ -1,4 +1,4 @@
-"""The reference trainer, which each host runs in one world over one mesh.
+"""The reference trainer. Each host runs one per world, over a single mesh.
 
 The trainer is the same in a single process, in a world that a supervisor starts, and
 under an outer launcher. Like any user's loop, it uses `ec.batches`, the world's

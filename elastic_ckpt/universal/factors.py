@@ -1,10 +1,10 @@
 """Cuts boxes of a move's factored dims at the bounds of boxes in its tensors.
 
-If a tensor's dim is a product of multiple factored dims, its indices ascend with the
-elements of these dims in row-major order, so an interval of indices is a range of
-elements. A range consists of one box of whole rows and, for each dim except the first,
-at most two more boxes: the rest of the first row and the start of the last row. ZeRO
-also saves flattened parameters as such ranges.
+If a tensor's dim is the product of several factored dims, its indices number the
+elements of those dims in row-major order, so an interval of indices is a contiguous
+range of elements. A range consists of one box of whole rows and, for each dim except
+the first, at most two more boxes: the rest of the first row and the start of the last
+row. ZeRO also saves flattened parameters as such ranges.
 """
 
 from __future__ import annotations

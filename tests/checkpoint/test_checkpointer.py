@@ -318,7 +318,8 @@ def test_a_step_of_a_later_version_in_storage_is_an_error_and_stays(make, tmp_pa
         with pytest.raises(errors.CheckpointError, match="later version") as error:
             make(ram=ram)
         assert f"manifest {steps}/4/manifest-" in str(error.value)
-        assert "it has version 2, but this release reads version 1" in str(error.value)
+        said = "it has format version 2, but this release reads version 1"
+        assert said in str(error.value)
     shutil.move(steps / "4", tmp_path)
     with make() as checkpointer:
         assert checkpointer.latest.step == 2
@@ -342,7 +343,7 @@ def test_a_step_of_a_later_version_in_ram_is_passed_over(make, tmp_path):
         save_all(checkpointer, 6)
     passed_over = recorded.named("step_passed_over")
     assert {each["step"] for each in passed_over} == {5}
-    assert "it has version 2" in passed_over[0]["why"]
+    assert "it has format version 2" in passed_over[0]["why"]
     assert [*tmp_path.glob("ram/hosts/0/5-*")]
 
 

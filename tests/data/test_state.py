@@ -62,7 +62,7 @@ def test_every_cut_and_every_flipped_bit_is_noticed(tmp_path_factory, name, data
         (None, r"40/data/data_state\.json is missing; .* move .*/40 out of"),
         (b"\xff\xfe", "is not JSON"),
         (b"{}", "is not a data state"),
-        (b'{"version": 2}', "has version 2, but this release reads version 1"),
+        (b'{"version": 2}', "has format version 2, but this release reads version 1"),
         (b'{"version": 1}', "was altered"),
     ],
 )

@@ -52,7 +52,7 @@ REFUSALS = {
         listed('[{"kill_slice": true, "at_step": 2}]'), "Expected `int`, got `bool`"
     ),
     "processes: no slice": Refusal(
-        processes(slices=0), r"slices=0\): pass a whole number of at least 1"
+        processes(slices=0), r"slices=0\): pass a positive integer"
     ),
     "processes: a fault of no slice": Refusal(
         processes(slices=2, injected=[faults.Fault(kind="kill_slice", target=2)]),

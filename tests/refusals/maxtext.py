@@ -157,7 +157,7 @@ REFUSALS = {
         elastic_enabled="true",
     ),
     "a number of hosts in words": on_hosts(
-        "hosts must be a whole number, not 'two'", hosts="two"
+        "hosts must be an integer, not 'two'", hosts="two"
     ),
     "another pipeline": divided(
         "dataset_type=hf is .*; omit it, and set grain_train_files", dataset_type="hf"
@@ -171,7 +171,7 @@ REFUSALS = {
         base_config="post_train/sft.yml",
     ),
     "part of a row for a device": given(
-        "size=0.5 is not .*; set it to a whole number", per_device_batch_size=0.5
+        "size=0.5 is not .*; set it to an integer", per_device_batch_size=0.5
     ),
     **{
         f"{key} of MaxText": given(f"{key}=(2|True) is .*; .{{20}}", **{key: value})

@@ -146,7 +146,7 @@ REFUSALS = {
             "steps=8",
             spoil=lambda run: (run / "checkpoints/4/data/data_state.json").unlink(),
         ),
-        "step 4: no good copy of data/data_state.json is left .*restore it from a",
+        "step 4: no good copy of data/data_state.json is left .*restore the step",
         errors.CheckpointError,
         writes=True,
     ),

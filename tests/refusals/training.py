@@ -126,8 +126,8 @@ REFUSALS = {
         "host=2", "command line, 'host=2': unknown key 'host'; .*'hosts'"
     ),
     "override without a value": override("steps", "'steps': use the form key=value"),
-    "text for a whole number": setting(
-        "steps: soon", "steps must be a whole number, not 'soon'"
+    "text for an integer": setting(
+        "steps: soon", "steps must be an integer, not 'soon'"
     ),
     "no steps": setting("steps: 0", "steps must be at least 1, not 0"),
     "number for a switch": setting(

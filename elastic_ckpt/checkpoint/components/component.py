@@ -246,8 +246,8 @@ class Component:
     ) -> None:
         if not callable(on_resize) and on_resize not in (ERROR, RESET, FROM_FIRST):
             raise errors.ConfigError(
-                f"on_resize={on_resize!r} is not a known rule; omit it for the default,"
-                f" 'error', or {_CHOICES}"
+                f"on_resize={on_resize!r} is not a known rule; omit it for the default"
+                f" ('error'), or {_CHOICES}"
             )
         check_level(validation)
         self.state = state

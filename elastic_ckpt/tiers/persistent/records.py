@@ -117,8 +117,8 @@ def read(path: epath.Path, kind: type[T] = Record) -> T | None:
         return None
     except ValueError as error:
         raise errors.CheckpointError(
-            f"{path} {error}; restore the file from a good copy, or stop all programs"
-            " of the run and remove the file"
+            f"{path} {error}; restore the file from a good copy, or stop all of the"
+            " run's programs and remove the file"
         ) from None
 
 

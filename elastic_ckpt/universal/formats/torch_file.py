@@ -333,8 +333,8 @@ class Archive:
         and functions, their names.
 
         Args:
-          of_tensor: a function that returns a tensor's replacement, from the tensor and
-            its storage entry.
+          of_tensor: a function that takes a tensor and its storage entry and returns
+            the tensor's replacement.
 
         Raises:
           FormatError: if the pickle is damaged or a tensor is invalid.
@@ -385,8 +385,9 @@ class Archive:
             and all(type(n) is int and 0 <= n < 1 << 63 for n in (offset, *strides))
         ):
             raise FormatError(
-                f"{place} has an invalid offset or invalid strides: each must be an"
-                " integer of at least 0, with one stride for each dim"
+                f"{place} has an invalid offset or invalid strides: the offset and"
+                " strides must be non-negative integers, with exactly one stride per"
+                " dim"
             )
         checkpoint.checked_shape(shape, place)
         count, most = math.prod(shape), (entry.stop - entry.start) // dtype.itemsize

@@ -39,7 +39,7 @@ class Capture:
 
     Attributes:
       key: the node as written, which is the key of the captured value.
-      node: a name, or the expression whose index the number is.
+      node: a name, or the expression that the number indexes.
       form: "", "path", the choices (such as "q|k|v"), or the digits (such as "03").
       offset: the number in the name minus the value.
     """
