@@ -146,7 +146,7 @@ REFUSALS = {
             "steps=8",
             spoil=lambda run: (run / "checkpoints/4/data/data_state.json").unlink(),
         ),
-        "step 4: no good copy of data/data_state.json is left .*restore the step",
+        "step 4: no good copy of data/data_state.json is left .*restore its files",
         errors.CheckpointError,
         writes=True,
     ),
@@ -154,7 +154,7 @@ REFUSALS = {
         continuing(
             "steps=8", spoil=lambda run: shutil.rmtree(run / "checkpoints/4/state")
         ),
-        "no step is complete in any tier.*restore it from a good copy",
+        "no step is complete in any tier.*restore its files from elsewhere",
         errors.CheckpointError,
         writes=True,
     ),

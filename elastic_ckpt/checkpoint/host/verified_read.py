@@ -39,8 +39,8 @@ _THREADS = 8
 # How many bytes of boxes are read and moved to devices at a time.
 _WINDOW_BYTES = 2**28
 _REMEDY = (
-    "restore the step from a backup, bring back a host that has a good copy, or restore"
-    " an older step"
+    "restore its files from elsewhere, bring back a host that has a good copy, or"
+    " restore an older step"
 )
 
 
