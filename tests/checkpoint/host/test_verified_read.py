@@ -107,7 +107,7 @@ def test_without_a_good_copy_the_error_names_leaf_box_and_every_holder():
         verified_read.VerifiedReader(found).values(1)
     assert str(caught.value) == (
         "step 30: no good copy of w[0:4, 0:6] is left (at host host-00 it is not what"
-        " was saved: its digest differs; at host host-01 it is missing); restore the"
-        " step from a backup, bring back a host that has a good copy, or restore an"
+        " was saved: its digest differs; at host host-01 it is missing); restore its"
+        " files from elsewhere, bring back a host that has a good copy, or restore an"
         " older step"
     )
