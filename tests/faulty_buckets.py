@@ -50,7 +50,8 @@ class Faults:
       share: of the requests that fail, from 0 to 1.
       kinds: the failures to choose from.
       late_secs: how long a late answer takes.
-      lag_secs: how long new objects are missing from lists.
+      lag_secs: how long new objects are missing from lists, from the first list on that
+        would have them.
       seed: of the choice of requests and failures.
       outage: while this file is there, all uploads fail.
       outage_kind: how they fail.
@@ -69,8 +70,8 @@ class Faults:
     def __post_init__(self):
         self._random = random.Random(self.seed)
         self._lock = threading.Lock()
-        # When each object was written.
-        self._written: dict[str, float] = {}
+        # Until when lists lack each object; None before its first list.
+        self._hidden: dict[str, float | None] = {}
 
     @property
     def is_outage(self) -> bool:
@@ -93,17 +94,21 @@ class Faults:
 
     def wrote(self, name: str) -> None:
         with self._lock:
-            self._written.setdefault(name, time.monotonic())
+            self._hidden.setdefault(name, None if self.lag_secs else 0.0)
 
     def hides(self, name: str) -> bool:
         """Whether an object, or all objects of a prefix, are too new for a list."""
+        now = time.monotonic()
         with self._lock:
-            times = [
-                written
-                for each, written in self._written.items()
+            names = [
+                each
+                for each in self._hidden
                 if each == name or (name.endswith("/") and each.startswith(name))
             ]
-        return bool(times) and min(times) > time.monotonic() - self.lag_secs
+            for each in names:
+                if self._hidden[each] is None:
+                    self._hidden[each] = now + self.lag_secs
+            return bool(names) and min(self._hidden[each] for each in names) > now
 
 
 class _Handler(http_server.BaseHTTPRequestHandler):
