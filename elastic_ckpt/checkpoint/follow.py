@@ -475,8 +475,8 @@ class _Follower:
             raise errors.RunError(
                 f"{', '.join(refusing)}: no agent of the run accepts the secret in"
                 f" {self._secret_file}; pass a copy of the `secret` file from the"
-                " ec.Local directory on any of the run's machines, or of the"
-                " secret_file of its ec.Peers"
+                " ec.Local directory on any of the run's machines, or a"
+                " copy of the file that the run passes as ec.Peers(secret_file=...)"
             )
         if found is None or not self._is_later(found.step_id):
             return None

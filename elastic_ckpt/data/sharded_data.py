@@ -158,9 +158,10 @@ def sharded(
     given = {each for each in numbers if each is not None}
     if len(given) != 1:
         raise errors.ConfigError(
-            "sharded: num_shards must have exactly one value, but these were given:"
-            f" {sorted(given)}; set it only in make_shard's ec.data.Records or, if you"
-            " do not use Records, only in sharded"
+            "sharded: num_shards must have exactly one value, but has"
+            f" {' and '.join(map(str, sorted(given))) or 'none'}; set it only in"
+            " make_shard's ec.data.Records or, if you do not use Records, only in"
+            " sharded"
         )
     code = [
         step

@@ -378,8 +378,9 @@ def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
     if bool(first[1]) != bool(steps[1]) or not is_same:
         raise errors.ConfigError(
             f"{where} reads different records than the first stage, or has different"
-            " steps before its rows; in every stage, mix the same records with"
-            " ec.data.Mixture (weights may be 0), and build rows with ec.data.lm.Rows"
+            " pipeline steps before it builds rows; in every stage, mix the same"
+            " records with ec.data.Mixture (weights may be 0), and build rows with"
+            " ec.data.lm.Rows"
         )
 
 

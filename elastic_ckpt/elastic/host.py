@@ -139,7 +139,8 @@ class SliceMemory:
 
     Attributes:
       directory: the parent of the slices' directories.
-      run: the run name, which is the last part of each path.
+      run: the run name; each slice's directory contains a run directory of this
+        name.
       tls_certificate: a PEM file with the certificate of the agents that serve the RAM
         disks; None disables TLS.
       tls_key: a PEM file with the certificate's private key.

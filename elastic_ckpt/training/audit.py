@@ -184,13 +184,13 @@ def audit(
     Args:
       attempts: the step log.
       data_of: a function that returns the data of a step.
-      num_saved_steps: the step of the run's newest checkpoint; if the log stops before
-        this step, the log has lost its last steps.
+      num_saved_steps: the number of steps up to the run's newest checkpoint; a log with
+        fewer steps has lost its last ones.
       missing_checkpoint: see `Audit`.
-      num_attempts: the minimum number of attempts that the run has begun.
+      num_attempts: a lower bound on the number of attempts that the run has begun.
       newest_world: the newest claimed world that has saved a step; 0 if none has.
-      first_step: the step number of the run's first step in descriptions; the log
-        starts at 0.
+      first_step: the number that descriptions give to the run's first step; the log
+        counts from 0.
     """
     # The last attempt also lists the rows that earlier attempts skipped.
     left_out = attempts[-1].left_out

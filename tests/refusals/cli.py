@@ -136,7 +136,7 @@ REFUSALS = {
         secret="long-enough-for-a-secret",
     ),
     "agent of a missing directory": verb(
-        "none cannot be served at .* pass an existing RAM disk directory",
+        "none cannot be served at .* pass the existing directory of a run",
         *("agent", "DIR/none"),
         error=errors.ElasticCkptError,
     ),

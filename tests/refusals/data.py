@@ -169,7 +169,7 @@ REFUSALS = {
         r"returned \w+, .*to_iter_dataset\(\)", lambda _: NUMBERS
     ),
     "no number of shards": in_shards(
-        r"exactly one value, but these were given: \[\]; set it", num_shards=None
+        "exactly one value, but has none; set it", num_shards=None
     ),
     "a source that is not sliced by shard": in_shards(
         r"would read all of .* repeat every example 2 times; in make_shard.*::2\]",

@@ -105,7 +105,7 @@ class ValidationSchedule:
 def report(
     step: int, findings: Sequence[validation.Finding], *, emit: events.Emit
 ) -> None:
-    """Reports the findings after a step in the log, as events, and in a metric."""
+    """Logs the findings after a step; also reports them as events and in a metric."""
     if findings:
         metrics.VALIDATION_FINDINGS.record(len(findings))
     for finding in findings:

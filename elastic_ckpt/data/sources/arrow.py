@@ -65,9 +65,11 @@ class Arrow(source.Source):
             for start, message in _messages(stream):
                 content.update(message.metadata)
                 if message.type != "record batch":
-                    raise foreign(
-                        f"it has a {message.type} message at byte {start}; write the"
-                        " data as one file without dictionaries, or as Parquet"
+                    raise errors.DataError(
+                        f"{file} has a {message.type} message at byte {start}, which"
+                        " cannot be read; write the data as one Arrow file without"
+                        " dictionaries, or as Parquet; if the file was joined with"
+                        " cat, list the original files"
                     )
                 # With no columns, nothing is decompressed.
                 batch = ipc.read_record_batch(message, pyarrow().schema([]))

@@ -285,9 +285,9 @@ async def listening(
     root, host = service.root, service.interface
     if not os.path.isdir(root) or host in ("", "0.0.0.0", "::"):
         raise errors.RunError(
-            f"{root} cannot be served at {host!r}; pass an existing RAM disk directory"
-            " of a run (local_checkpoint_directory), and the address at which other"
-            " machines reach this one"
+            f"{root} cannot be served at {host!r}; pass the existing directory of a"
+            " run on a RAM disk (local_checkpoint_directory), and the address at which"
+            " other machines reach this one"
         )
     answers = _Answers(roots, service.secret_file)
     runner = web.AppRunner(

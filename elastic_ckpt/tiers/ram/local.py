@@ -43,7 +43,7 @@ _NUM_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 class LocalHost:
-    """One process's slot of its machine's RAM disk, locked until it is closed.
+    """One process's slot on its machine's RAM disk, locked until it is closed.
 
     Attributes:
       host: this process, as manifests identify it.

@@ -1,12 +1,12 @@
-"""Converts a checkpoint with a layout.
+"""Converts a checkpoint according to a layout.
 
     convert.convert(Job(source="model", target="run/persistent/0", rules="llama.yml"))
 
 The new checkpoint becomes visible only when all of it is durable. If the process is
 killed at any point, repeat the call to start from the beginning.
 
-A few boxes of targets, which are near each other in the sources, are read and written
-at a time. A target is cut first along the dim with the largest stride in its source
+Targets are read and written a few boxes at a time, those that are near each other in
+the sources. A target is cut first along the dim with the largest stride in its source
 files, so that each part of a file goes to few boxes. A transposed matrix is therefore
 cut into columns.
 

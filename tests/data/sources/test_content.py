@@ -24,6 +24,7 @@ from tests.tfrecord_files import example, framed
 
 FEW, MORE = {"text": ["a", "b"]}, {"text": list(map(str, range(5000)))}
 TWICE = pa.table([["a"], ["b"]], names=["text", "text"])
+CODED = {"text": pa.array(["a", "b"]).dictionary_encode()}
 
 
 def tar(*names, **more):
@@ -283,6 +284,7 @@ NO_RECORD = "not a complete tfrecord file .*byte 0; compressed files are not sup
         (ARROW, ipc(FEW) + ipc(FEW, pa.ipc.new_file), MORE_ARROW),
         (ARROW, ipc(FEW, pa.ipc.new_file) + ipc(FEW), NO_ARROW),
         (ARROW, ipc(FEW) + b"more", MORE_ARROW),
+        (ARROW, ipc(CODED), "has a dictionary message at byte .*, or as Parquet"),
         (ARROW, ipc(TWICE), "column 'text' occurs twice"),
         (ARROW, damaged(b"\xff" * 200), NO_ARROW),
         (ARROW, damaged(b"\xff\xff\xff\xff" + b"\x10\0\0\0" * 40), NO_ARROW),
