@@ -108,6 +108,17 @@ def test_of_many_that_create_a_file_or_object_one_does(steps_in, place):
     assert storage.names(file.parent) == ["file"]
 
 
+# Bytes that a server may take for the end of a part of a request.
+@pytest.mark.parametrize("end", [b"\r", b"\n", b"\r\n", b"--", b"\0"])
+def test_object_is_read_as_it_was_written_whatever_its_last_bytes_are(bucket, end):
+    for content in (end, b"one\r\n\r\ntwo" + end, memoryview(b"three" + end)):
+        storage.write_atomic(f"{bucket}/file", content)
+        assert storage.read_bytes(f"{bucket}/file") == content
+        with storage.atomic_path(f"{bucket}/moved") as temporary:
+            pathlib.Path(temporary).write_bytes(content)
+        assert storage.read_bytes(f"{bucket}/moved") == content
+
+
 class LostAnswers(faulty_buckets.Faults):
     """The answer to the first request that writes is lost."""
 
