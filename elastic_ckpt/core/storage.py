@@ -281,7 +281,19 @@ def read_bytes(path: epath.PathLike) -> bytes:
     if is_local(path):
         return pathlib.Path(path).read_bytes()
     filesystem, name = bucket_clients.opened(os.fspath(path))
-    return filesystem.cat_file(name)
+    # Otherwise s3fs would first ask for the size and read large files in pieces.
+    whole = {"max_concurrency": 1} if "s3" in filesystem.protocol else {}
+    return filesystem.cat_file(name, **whole)
+
+
+def has_file(path: epath.PathLike) -> bool:
+    """Whether a small file exists; in an object store, one request instead of three."""
+    if is_local(path):
+        return os.path.exists(path)
+    with contextlib.suppress(FileNotFoundError):
+        read_bytes(path)
+        return True
+    return False
 
 
 def names(directory: epath.PathLike) -> list[str]:

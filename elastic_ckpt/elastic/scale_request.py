@@ -51,7 +51,7 @@ class ScaledPolicy:
             return self._policy
         self._next_secs = time.monotonic() + _LOOK_SECS
         try:
-            content = self._path.read_bytes()
+            content = storage.read_bytes(self._path)
             if content != self._content:
                 # Parsed only once, even if it is malformed.
                 self._content = content

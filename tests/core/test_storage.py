@@ -1,4 +1,5 @@
 import concurrent.futures
+import contextlib
 import errno
 import os
 import pathlib
@@ -130,25 +131,49 @@ class LostAnswers(faulty_buckets.Faults):
         return kind
 
 
-def test_object_whose_answer_is_lost_is_written_again(
-    bucket, object_stores, monkeypatch
-):
-    storage.write_atomic(f"{bucket}/file", b"before")
-    faults = LostAnswers()
+class Requests(faulty_buckets.Faults):
+    """Counts requests."""
+
+    def next(self, command):
+        self.count(command)
+
+
+@pytest.fixture
+def through(bucket, object_stores, monkeypatch):
+    """Gives a block in which requests go through a proxy with faults."""
     clients = fsspec.get_filesystem_class(bucket.partition("://")[0])
-    with (
-        faulty_buckets.before(object_stores, faults) as environment,
-        monkeypatch.context() as patched,
-    ):
-        for name, value in environment.items():
-            patched.setenv(name, value)
-        clients.clear_instance_cache()
-        try:
-            storage.write_atomic(f"{bucket}/file", b"after")
-        finally:
+
+    @contextlib.contextmanager
+    def through(faults):
+        with (
+            faulty_buckets.before(object_stores, faults) as environment,
+            monkeypatch.context() as patched,
+        ):
+            for name, value in environment.items():
+                patched.setenv(name, value)
             clients.clear_instance_cache()
+            try:
+                yield faults
+            finally:
+                clients.clear_instance_cache()
+
+    return through
+
+
+def test_object_whose_answer_is_lost_is_written_again(bucket, through):
+    storage.write_atomic(f"{bucket}/file", b"before")
+    with through(LostAnswers()) as faults:
+        storage.write_atomic(f"{bucket}/file", b"after")
     assert faults.happened == {faulty_buckets.LOST_ANSWER: 1, "answered": 1}
     assert storage.read_bytes(f"{bucket}/file") == b"after"
+
+
+def test_one_request_reads_an_object_or_finds_that_there_is_none(bucket, through):
+    storage.write_atomic(f"{bucket}/file", b"content")
+    for count, name in enumerate(("file", "file/none", "none"), 1):
+        with through(Requests()) as requests:
+            assert storage.has_file(f"{bucket}/{name}") == (count == 1)
+        assert requests.happened == {"GET": 1}
 
 
 def test_others_may_do_with_files_what_the_process_allows(tmp_path):

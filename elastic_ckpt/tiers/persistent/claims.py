@@ -114,7 +114,7 @@ def check(steps: epath.PathLike, number: int) -> None:
     """
     there = _records(steps)
     own = records.read(there.path(number))
-    if own is None or there.path(number + 1).exists():
+    if own is None or storage.has_file(there.path(number + 1)):
         raise _replaced(there)
     if not own.secs:
         raise errors.CheckpointError(

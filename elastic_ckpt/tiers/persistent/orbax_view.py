@@ -19,7 +19,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.core import boxes, bucket_clients, checked_json, digest
+from elastic_ckpt.core import boxes, bucket_clients, checked_json, digest, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps.manifest import Contents, Leaf
 from elastic_ckpt.tiers import stored_part
@@ -74,7 +74,7 @@ class OrbaxView:
                     yield leaf.path, why
         try:
             listed = checked_json.parse(
-                (self._directory / FILE).read_bytes(),
+                storage.read_bytes(self._directory / FILE),
                 what="list of files",
                 version=_VERSION,
             )["files"]
@@ -83,7 +83,7 @@ class OrbaxView:
             return
         for path, expected in listed.items():
             try:
-                if _digest((self._directory / path).read_bytes()) != expected:
+                if _digest(storage.read_bytes(self._directory / path)) != expected:
                     yield path, stored_part.DIFFERS
             except bucket_clients.failures() as error:
                 yield path, f"cannot be read ({error})"

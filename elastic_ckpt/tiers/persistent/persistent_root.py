@@ -94,7 +94,7 @@ class PersistentRoot:
     def is_committed(self, step: int) -> bool:
         """Whether the step is committed, regardless of which program wrote it."""
         marker = COMMIT_FILE if self.in_place else ""
-        return (self.final(step) / marker).exists()
+        return storage.has_file(self.final(step) / marker)
 
     def is_pending(self, step_id: StepId, *, run: str) -> bool:
         """Whether a save of a step is still uncommitted.
@@ -231,8 +231,10 @@ class PersistentRoot:
 
     def _is_aside(self, found: re.Match[str]) -> bool:
         # In an object store, the directory may be a half-finished copy or removal.
-        is_whole = not self.in_place or (self.path / found[0] / COMMIT_FILE).exists()
-        return bool(found["aside"]) and is_whole
+        commit_file = self.path / found[0] / COMMIT_FILE
+        return bool(found["aside"]) and (
+            not self.in_place or storage.has_file(commit_file)
+        )
 
     def _numbers(self) -> list[int]:
         # The steps with a directory, committed or not, in ascending order.
@@ -254,7 +256,7 @@ def readable(directory: epath.Path) -> Iterator[Manifest]:
     """The readable manifests of any run in a step directory."""
     for name in manifest_names(directory):
         with contextlib.suppress(OSError, checked_json.UnreadableError):
-            yield Manifest.parse((directory / name).read_bytes())
+            yield Manifest.parse(storage.read_bytes(directory / name))
 
 
 def commit_text(final: epath.Path, run: str, save: str) -> bytes:
@@ -267,7 +269,7 @@ def committed(directory: epath.Path) -> tuple[str, str]:
     """A committed step's run and save; empty if this library did not commit it."""
     # A truncated or altered file does not identify a save.
     with contextlib.suppress(FileNotFoundError, LookupError, ValueError):
-        found = _COMMITTED.search((directory / COMMIT_FILE).read_bytes())
+        found = _COMMITTED.search(storage.read_bytes(directory / COMMIT_FILE))
         fields = json.loads(found[1]) if found else {}
         if fields.get("version") == _VERSION:
             return fields["run"], fields["save"]
@@ -277,7 +279,7 @@ def committed(directory: epath.Path) -> tuple[str, str]:
 def read_json(path: epath.Path) -> dict[str, Any] | None:
     """Reads a JSON object that Orbax wrote: empty if missing, None if damaged."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(storage.read_bytes(path))
     except FileNotFoundError:
         return {}
     except ValueError:

@@ -14,7 +14,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, errors
+from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.manifest import Leaf, Manifest
@@ -198,7 +198,7 @@ class StepSource:
         """See `source.Source`."""
         try:
             if leaf.is_file:
-                content = epath.Path(self.directory, leaf.path).read_bytes()
+                content = storage.read_bytes(f"{self.directory}/{leaf.path}")
             else:
                 content = self._store(leaf.checkpointable)[ocdbt.key(leaf, box)]
         except (FileNotFoundError, KeyError):

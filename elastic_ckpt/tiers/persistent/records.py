@@ -167,7 +167,8 @@ class RecordStore:
         found = map(_NAME.fullmatch, names(self.directory))
         number = max((int(each[1]) for each in found if each), default=0)
         # The listing of an object store may lag behind.
-        while not storage.is_local(self.directory) and self.path(number + 1).exists():
+        is_lagging = not storage.is_local(self.directory)
+        while is_lagging and storage.has_file(self.path(number + 1)):
             number += 1
         return number, read(self.path(number)) if number else None
 
@@ -229,7 +230,7 @@ class Held:
         """
         there = read(self.path)
         is_own = there is not None and there.start == self.record.start
-        is_followed = self._after is not None and self._after.exists()
+        is_followed = self._after is not None and storage.has_file(self._after)
         self.is_lost |= is_followed or not is_own
         return not self.is_lost
 
