@@ -68,7 +68,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
     world, is_elastic = config.world, config.elastic.elastic_enabled
     if config.elastic.elastic_machines > 1:
         place = launch.place(config, os.environ)
-        launch.warm_up()
+        launch.warm_up(journal.path_of(config))
         host.configure(world)
         configured.check_local(config)
         return launch.on_hosts(_with_files(config), shown, place=place)
@@ -81,7 +81,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         is_elastic and not configured.is_simulated(config)
     )
     if starts_hosts:
-        launch.warm_up()
+        launch.warm_up(journal.path_of(config))
     host.configure(world)
     if host.join_outer_launcher():
         return _run_here(config, shown)

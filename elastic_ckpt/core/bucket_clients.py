@@ -66,6 +66,12 @@ def failures() -> tuple[type[Exception], ...]:
     return (OSError, *client_errors)
 
 
+def modules(url: str) -> list[str]:
+    """The modules of the client for `url`; empty if it is not in an object store."""
+    package, _ = _CLIENTS.get(url.partition("://")[0], ("", ""))
+    return [package] if package else []
+
+
 def is_bucket(url: str) -> bool:
     """Whether `url` is in an object store."""
     return url.partition("://")[0] in _CLIENTS

@@ -204,7 +204,7 @@ class Processes(ProcessCluster):
         if ram is not None and run is not None:
             memory = host.SliceMemory(directory=os.path.abspath(ram), run=run)
         limits = limits or watch.Limits()
-        station.warm_up(host.IMPORTS)
+        station.warm_up(host.IMPORTS, os.fspath(shared or ""))
         self._station = station.Station(
             Hardware(
                 hosts=slices * hosts_per_slice,

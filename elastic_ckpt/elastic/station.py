@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver, process
 from typing import Any, TypeAlias
 
-from elastic_ckpt.core import codec, storage
+from elastic_ckpt.core import bucket_clients, codec, storage
 from elastic_ckpt.elastic import executables, host, termination
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.faults import Kind
@@ -46,14 +46,17 @@ LOOPBACK = "127.0.0.1"
 _MOST_PORTS = 4
 
 
-def warm_up(modules: Sequence[str]) -> None:
+def warm_up(modules: Sequence[str], directory: str = "") -> None:
     """Starts the fork server, which imports `modules` while the caller continues.
 
     Args:
       modules: the modules that hosts import; importing them must not start a thread or
         initialize a JAX backend.
+      directory: the run's directory; if it is in an object store, hosts also import
+        its client, which takes about half a second.
     """
-    forkserver.set_forkserver_preload(list(modules))
+    clients = bucket_clients.modules(directory)
+    forkserver.set_forkserver_preload([*modules, *clients])
     with termination.held():
         forkserver.ensure_running()
 

@@ -56,7 +56,7 @@ def run(
     if config.elastic.elastic_machines > 1:
         place = launch.place(config, os.environ)
     configured.check_local(config)
-    station.warm_up(_HOST_PROGRAMS)
+    station.warm_up(_HOST_PROGRAMS, config.run.base_output_directory)
     of_host = functools.partial(train or train_maxtext, tuple(arguments))
     # The same on all machines, whether keys are set in files or in arguments.
     program = [f"{key}={given[key]!r}" for key in sorted(given)]

@@ -67,9 +67,9 @@ _OWN_KEYS = (
 _MIXTURE = "grain_train_mixture_config_path"
 
 
-def warm_up() -> None:
-    """Starts the fork server, which imports in the background."""
-    station.warm_up(_HOST_IMPORTS)
+def warm_up(directory: str = "") -> None:
+    """Starts the fork server, which imports in the background; see `station`."""
+    station.warm_up(_HOST_IMPORTS, directory)
 
 
 def on_host(train: Train | None, config: schema.Config, world: World) -> None:

@@ -1,6 +1,8 @@
 """Clients of object stores: set up once, and their failures known for what they are."""
 
 import os
+import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -40,6 +42,24 @@ def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
     for touch in (storage.absolute, jsonlog.read, jsonlog.writer):
         with pytest.raises(errors.ConfigError, match=rf"'\.\[{extra}\]'"):
             touch(f"{protocol}://bucket/run")
+
+
+HOST = """
+import multiprocessing
+from elastic_ckpt.elastic import station
+
+station.warm_up([], "{}/run")
+with multiprocessing.get_context("forkserver").Pool(1) as hosts:
+    print(hosts.apply(eval, ["'{}' in __import__('sys').modules"]))
+"""
+
+
+@pytest.mark.parametrize("bucket", ["gs://bucket", "s3://bucket", "/directory"])
+def test_the_hosts_of_a_run_start_with_the_client_of_its_bucket(bucket):
+    client = "s3fs" if bucket.startswith("s3") else "gcsfs"
+    program = [sys.executable, "-c", HOST.format(bucket, client)]
+    ended = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert ended.stdout == f"{'://' in bucket}\n"
 
 
 def test_a_client_of_before_lists_what_other_processes_write(bucket):
