@@ -67,7 +67,7 @@ class JsonLog(abc.ABC):
                 raise
 
     def check(self) -> None:  # noqa: B027
-        """Checks that the file still exists: writing to a removed file does not fail.
+        """Checks that the file exists, because a write to a removed file does not fail.
 
         Raises:
           RunError: if the file was removed or replaced.

@@ -44,7 +44,8 @@ class Encoded:
     Attributes:
       modality: the modality name.
       data: the bytes of an image or audio file.
-      num_tokens: the number of tokens that the model puts in place of the medium.
+      num_tokens: the number of tokens that the model puts in place of the image
+        or clip.
       placeholder: the token that stands for each of these tokens.
     """
 

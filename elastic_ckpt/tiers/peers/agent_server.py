@@ -381,7 +381,8 @@ def node_domains(
     Args:
       named: domains from the agent's command line; they override labels.
       node: the node's name in Kubernetes; None outside Kubernetes.
-      further: labels, by kind of domain, that extend or replace `LABELS`.
+      further: label keys, by kind of domain, that add to or override those in
+        `LABELS`.
 
     Raises:
       RunError: if the labels cannot be read.

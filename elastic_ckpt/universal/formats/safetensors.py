@@ -105,7 +105,7 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
             if field["data_offsets"] != [at, stop]:
                 raise FormatError(
                     f"{place} has the data_offsets {field['data_offsets']!r:.60}, but"
-                    f" values of shape {shape} would be at {[at, stop]}, so the header"
+                    f" values of shape {shape} should be at {[at, stop]}, so the header"
                     " is damaged"
                 )
             fragments = contiguous(

@@ -141,7 +141,7 @@ def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
     """Checks shapes, a dict keyed by parameter name.
 
     Raises:
-      FormatError: if it is not a dict or one of its values is not a shape.
+      FormatError: if `shapes` is not a dict or one of its values is not a shape.
     """
     if not isinstance(shapes, dict):
         raise file.error("has a group of shapes that is not a dict")
