@@ -110,10 +110,11 @@ def write_atomic(
         # One request, which is repeated as a whole if its answer is lost. But gcsfs
         # puts "\n" after the content, so a server may take a final "\r" for part of
         # that line break and drop it. A chunk of its own has nothing after it.
-        own_chunk = {"chunksize": len(content)} if content[-1:] == b"\r" else {}
+        sent = bytes(content)
+        own_chunk = {"chunksize": len(sent)} if sent.endswith(b"\r") else {}
         filesystem, name = bucket_clients.opened(os.fspath(path))
         before("write", path)
-        filesystem.pipe_file(name, bytes(content), **own_chunk)
+        filesystem.pipe_file(name, sent, **own_chunk)
         return
     with atomic_path(path, mode=mode) as temporary:
         write_in_place(temporary, content)
