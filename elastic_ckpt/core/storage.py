@@ -288,7 +288,10 @@ def read_bytes(path: epath.PathLike) -> bytes:
 
 
 def has_file(path: epath.PathLike) -> bool:
-    """Whether a small file exists; in an object store, one request instead of three."""
+    """Whether a small file exists.
+
+    Reads the file, which takes object stores one request; `exists` takes up to three.
+    """
     if is_local(path):
         return os.path.exists(path)
     with contextlib.suppress(FileNotFoundError):

@@ -119,7 +119,7 @@ FAULTS: tuple[Fault, ...] = (
         "a start does not notice that it was replaced",
         "elastic_ckpt/tiers/persistent/claims.py",
         "    if own is None or storage.has_file(there.path(number + 1)):",
-        "    if own is None or there.path(number + 2).exists():",
+        "    if own is None or storage.has_file(there.path(number + 2)):",
         ("tests/tiers/test_records.py",),
     ),
     Fault(
