@@ -123,20 +123,6 @@ def shard_rows(num_shards: int, shard: Array, size: int, batches: Array) -> Arra
     return (batches * rows + shards - 1 - shard % shards) // shards
 
 
-def batch_origins(
-    num_shards: int, history: History, size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Where the rows of the batch after `history` come from.
-
-    Returns:
-      The shard of each row, and the row's index in its shard; both int64 `[B]`.
-    """
-    shards = batch_shards(num_shards, size, batches_of(history, size))
-    b, m = _classes(num_shards, size)
-    turn = np.arange(size) % b // m
-    return shards, emitted(num_shards, history)[shards] + turn
-
-
 def host_shards(
     num_shards: int, size: int, held: np.ndarray, *, every: int = 1, first: int = 0
 ) -> np.ndarray:
