@@ -23,7 +23,6 @@ from tests.processes import machines, middleman, tier_worlds
 from tests.processes.test_memory import on, reasons, restored, saved
 from tests.sidecar import simulated_hosts
 
-TIMEOUT_SECS = 0.25
 # Before these steps the agent of a machine stops, and goes on.
 STOPPED, CONTINUED = 3, 7
 
