@@ -373,7 +373,7 @@ class _SimulatedHosts:
         for group in self._tree.in_order(call.order):
             # The hosts of a group run simultaneously.
             self.secs += max(self._run(call, arguments, n, values) for n in group)
-        answers = self._gather(call.kind(arguments), values, call.order)
+        answers = self._gather(call.name, values, call.order)
         began = time.process_time()
         distinct = {id(each): each for each in answers}
         decoded = {n: call.decode_answer(each) for n, each in distinct.items()}
@@ -387,7 +387,7 @@ class _SimulatedHosts:
         arguments = call.bind(*args, **kwargs)
         values: dict[int, Any] = {}
         self.secs += self._run(call, arguments, 0, values)
-        answers = self._gather(f"first/{call.kind(arguments)}", values)
+        answers = self._gather(f"first/{call.name}", values)
         return call.decode_answer(answers[0])
 
     def gather(self, name: str, value: AnswerT) -> list[AnswerT]:

@@ -55,8 +55,8 @@ class Hosts(Protocol):
     ) -> list[AnswerT]:
         """Calls a method on every host and returns the answers in host order.
 
-        Calls with the same name and channel (`calls.Call`) must come from one thread at
-        a time, in the same order in all drivers.
+        Calls with the same name must come from one thread at a time, in the same order
+        in all drivers.
 
         Raises:
           HostsFailedError: if the call failed on any host.
@@ -147,7 +147,7 @@ class InEveryProcess:
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
         answers = self._gather(
-            call.kind(arguments),
+            call.name,
             lambda: call.run(self._own, arguments),
             call.limit_secs,
             call.order,
@@ -164,7 +164,7 @@ class InEveryProcess:
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
         answers = self._gather(
-            f"first/{call.kind(arguments)}",
+            f"first/{call.name}",
             lambda: call.run(self._own, arguments) if self.own == 0 else None,
             call.limit_secs,
         )

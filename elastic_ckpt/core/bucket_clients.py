@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import importlib.util
 import logging
@@ -113,26 +112,6 @@ def opened(url: str) -> tuple[Any, str]:
 
     prepare(url)
     return fsspec.url_to_fs(url)
-
-
-def last_written(url: str) -> float | None:
-    """When the newest object in a directory or its subdirectories was written.
-
-    Returns:
-      Seconds since the epoch, by the store's clock; None if there are no objects or the
-      store does not report times.
-
-    Raises:
-      OSError: if storage is unavailable; or any other of `failures`.
-    """
-    filesystem, path = opened(url)
-    times = [
-        each.get("mtime") or each.get("LastModified")
-        for each in filesystem.find(path, detail=True).values()
-    ]
-    if not times or not all(isinstance(each, datetime.datetime) for each in times):
-        return None
-    return max(each.timestamp() for each in times)
 
 
 @functools.cache

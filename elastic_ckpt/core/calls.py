@@ -49,14 +49,11 @@ class Call:
 
     Attributes:
       limit_secs: how long the driver and other hosts wait for an answer.
-      channel: the parameter that distinguishes concurrent calls from multiple threads;
-        empty if only one thread calls at a time.
       order: the order in which hosts run the method, along their tree.
     """
 
     method: Callable[..., Any]
     limit_secs: float
-    channel: str
     order: Order
 
     @property
@@ -73,10 +70,6 @@ class Call:
         """The arguments by parameter name."""
         bound = inspect.signature(self.method).bind(None, *args, **kwargs).arguments
         return {name: value for name, value in bound.items() if name != "self"}
-
-    def kind(self, arguments: Mapping[str, Any]) -> str:
-        """The name under which drivers gather the answers to a call."""
-        return f"{self.name}/{arguments[self.channel]}" if self.channel else self.name
 
     def encode(self, arguments: Mapping[str, Any]) -> storage.Json:
         """Encodes the call with its arguments."""
@@ -96,14 +89,14 @@ class Call:
 
 
 def call(
-    *, limit_secs: float = BRIEF_SECS, channel: str = "", order: Order = "together"
+    *, limit_secs: float = BRIEF_SECS, order: Order = "together"
 ) -> Callable[[MethodT], MethodT]:
     """Decorates a method that drivers call; see `Call`."""
 
     def mark(method: MethodT) -> MethodT:
         assert method.__qualname__ not in BY_NAME, method
         BY_NAME[method.__qualname__] = Call(
-            method=method, limit_secs=limit_secs, channel=channel, order=order
+            method=method, limit_secs=limit_secs, order=order
         )
         return method
 

@@ -199,13 +199,6 @@ def move(source: epath.PathLike, target: epath.PathLike) -> None:
     os.replace(source, target)
 
 
-def sync_tree(path: epath.PathLike) -> None:
-    """Flushes a local directory and everything in it."""
-    for directory, _, files in os.walk(path):
-        for name in [*files, "."]:
-            sync(os.path.join(directory, name))
-
-
 def make_directory(path: epath.PathLike) -> epath.Path:
     """Creates the directory `path` and its parents unless they exist; returns it."""
     directory = absolute(path)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from unittest import mock
 
 import fsspec
@@ -82,8 +81,6 @@ def test_a_client_of_before_lists_what_other_processes_write(bucket):
     bucket_clients.prepare(bucket)
     assert listed_after(3) == ["1", "2", "3"]
     assert listed_after(4) == ["1", "2", "3", "4"]
-    age_secs = time.time() - bucket_clients.last_written(directory)
-    assert -60 < age_secs < 600
 
 
 def test_a_store_that_is_out_of_reach_is_one_clear_error_and_tried_again(monkeypatch):

@@ -78,7 +78,7 @@ def test_calls_and_answers_arrive_as_they_were_sent(data):
 class Counter:
     """A role of a host, with a call and a method that is none."""
 
-    @calls.call(channel="kind")
+    @calls.call()
     def add(self, kind: str, numbers: tuple[int, ...] = (1,)) -> int:
         return len(kind) + sum(numbers)
 
@@ -90,7 +90,6 @@ def test_a_call_runs_on_the_object_of_its_class_if_it_is_one_with_its_arguments(
     host = types.SimpleNamespace(role={"Counter": Counter()}.__getitem__)
     call = calls.of(Counter.add)
     arguments = call.bind("ab", numbers=(3, 4))
-    assert call.kind(arguments) == "Counter.add/ab"
     received, of_host = calls.decode(sent(call.encode(arguments)))
     assert received.run(host, of_host) == 9
     assert call.run(host, call.bind("ab")) == 3
