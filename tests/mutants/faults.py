@@ -123,6 +123,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/tiers/test_records.py",),
     ),
     Fault(
+        "hosts save as parts of different runs",
+        "elastic_ckpt/checkpoint/host/endpoint.py",
+        "directory's name)\": self._config.run,",
+        'directory\'s name)": "",',
+        ("tests/checkpoint/test_hosts.py",),
+    ),
+    Fault(
         "two processes hold one lock",
         "elastic_ckpt/core/storage.py",
         "_lock(file, fcntl.F_OFD_SETLKW if waits else fcntl.F_OFD_SETLK)",

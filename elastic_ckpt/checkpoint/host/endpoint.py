@@ -1,5 +1,6 @@
-"""A host, which joins its world in three calls and then has the objects for its work.
+"""A host, which joins its world in four calls and then has the objects for its work.
 
+facts        returns what must be the same on all hosts, which is compared first
 introduce    returns the facts that other hosts need before this host has a slot
 join         takes a slot of the machine, adopts the secret, starts the agent
 connect      connects to the other hosts, and creates the objects for saves
@@ -15,8 +16,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.checkpoint.host.backup import HostBackup
@@ -25,6 +27,7 @@ from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostConfig, HostWorld
 from elastic_ckpt.core import addresses, calls, clock, storage, working_directory
+from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers.peers import (
@@ -101,6 +104,15 @@ class HostEndpoint:
         """The object of this class; most exist only once the world is joined."""
         assert name in self._roles, f"{name}: the host has not joined its world"
         return self._roles[name]
+
+    @calls.call()
+    def facts(self) -> dict[str, str]:
+        """Returns what must be the same on all hosts, as text, keyed by name."""
+        return {
+            "the run's name (run=, by default the directory's name)": self._config.run,
+            **self._config.chosen.shared,
+            **compatibility.versions(),
+        }
 
     @calls.call()
     def introduce(self) -> Introduction:
@@ -216,9 +228,17 @@ def join(hosts: Hosts, *, write_claim: claims.WriteClaim | None = None) -> None:
         hosts do not write to storage.
 
     Raises:
+      ConfigError: if the hosts' versions, run names or tiers differ.
       HostsFailedError: if a host cannot join; the message says why.
       RunError: if a host's RAM disk has steps of another run.
     """
+    # Compared before a host writes anything.
+    compatibility.check(
+        [
+            {compatibility.HOST: f"host {number}", **facts}
+            for number, facts in enumerate(hosts.all(HostEndpoint.facts))
+        ]
+    )
     introduced = hosts.all(HostEndpoint.introduce)
     # Idle machines have the latest world's secret. A machine that was not in that world
     # may have a different secret, created by its agent.
@@ -226,11 +246,8 @@ def join(hosts: Hosts, *, write_claim: claims.WriteClaim | None = None) -> None:
     newest = max(known, key=Introduction.last_secs)
     shared = newest.secret or newest.fresh_secret
     # A host's slot is the number of hosts before it on the same machine.
-    counts: collections.Counter[str] = collections.Counter()
-    slots = []
-    for each in introduced:
-        slots.append(counts[each.machine])
-        counts[each.machine] += 1
+    counts = collections.defaultdict[str, Iterator[int]](itertools.count)
+    slots = [next(counts[each.machine]) for each in introduced]
     identity = run_files.agreed(
         introduced[0].stored,
         [each.disk for each in introduced],
