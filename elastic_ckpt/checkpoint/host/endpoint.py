@@ -153,7 +153,7 @@ class HostEndpoint:
         """
         config, disk = self._config, self._disk
         slot = slots[config.number]
-        secret.adopt(disk.root, shared_secret)
+        disk.keep(secret.path(disk.root), secret.adopt, disk.root, shared_secret)
         domains = {
             "host": disk.machine,
             "slice": config.slice_name,
@@ -167,8 +167,8 @@ class HostEndpoint:
         if slot == 0 and config.chosen.local is not None:
             machine.warn_unless_in_memory(disk.root)
         if identity is not None and config.chosen.local is not None:
-            content = records.to_bytes(identity)
-            storage.write_atomic(disk.root / run_files.IDENTITY, content)
+            path, content = disk.root / run_files.IDENTITY, records.to_bytes(identity)
+            disk.keep(path, storage.write_atomic, path, content)
         is_alone = config.chosen.peers is None and len(slots) == 1
         if slot or config.chosen.local is None or is_alone:
             return own.host, None
@@ -182,6 +182,8 @@ class HostEndpoint:
         )
         of_machine = agent.AgentProcess(service)
         self._resources.callback(of_machine.close)
+        path = disk.root / agent.ADDRESS_FILE
+        disk.keep(path, agent.publish, disk.root, of_machine.address)
         return own.host, of_machine.address
 
     @calls.call()
@@ -193,7 +195,10 @@ class HostEndpoint:
         assert own is not None
         # Only now have all live hosts locked their slots, so those are not cleaned.
         own.clean()
-        run_files.write_agents(disk.root, run_files.RunAgents(config.run, agents))
+        record = run_files.RunAgents(config.run, agents)
+        disk.keep(
+            disk.root / run_files.AGENTS, run_files.write_agents, disk.root, record
+        )
         peers = config.peer_tier
         client = peer_client.PeerClient(
             secret.read(secret.path(disk.root)),
