@@ -154,12 +154,14 @@ class Checkpointer(checkpointer.HostsCheckpointer):
         chosen = Chosen.from_choices(tiers, read_only=read_only)
         mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
         messages = allgather.new()
-        # Storage may change while the processes start: host 0 decides for all.
-        found = messages.agreed(
+        # Any host may have the steps in RAM. Storage may change while the processes
+        # start, so host 0 alone looks there.
+        names = messages.agreed(
             "run",
-            lambda: run_files.find_run(chosen) if messages.host == 0 else None,
+            lambda: run_files.find_run(chosen, in_storage=messages.host == 0),
             timeout_secs=calls.BRIEF_SECS,
-        )[0]
+        )
+        found = next(filter(None, names), None)
         run = run or found or chosen.run
         chosen = chosen.for_reading() if read_only else chosen
         if topology.is_single_controller(mesh):

@@ -19,7 +19,7 @@ import pytest
 from etils import epath
 
 import elastic_ckpt as ec
-from elastic_ckpt.core import clock, errors, process, storage
+from elastic_ckpt.core import allgather, clock, errors, process, storage
 from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import claims, records, run_files
 from elastic_ckpt.training import launch
@@ -232,7 +232,7 @@ def test_ram_is_continued_with_the_identity_of_its_storage(tmp_path, ram):
     assert newest(steps, None) == (8, 8)
 
 
-def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram):
+def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram, monkeypatch):
     steps = tmp_path / "a"
     continue_run(None, ram, 1, 2)
     continue_run(steps, ram, 4, 5)
@@ -244,6 +244,16 @@ def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram):
     for disk in (renamed, None):
         with pytest.raises(errors.RunError, match="another run, 'tiny', but this run"):
             newest(steps, disk, run="two")
+
+    def agreed(messages, _, work, **__):
+        # What this host finds as a host after one that has no steps.
+        messages.host = 1
+        found = work()
+        messages.host = 0
+        return [None, found]
+
+    monkeypatch.setattr(allgather.Allgather, "agreed", agreed)
+    assert newest(None, renamed, run=None) == (5, 5)
 
 
 @pytest.mark.parametrize("place", ["ram", "steps"])
