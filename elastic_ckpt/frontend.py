@@ -94,7 +94,8 @@ class Checkpointer(checkpointer.HostsCheckpointer):
 
     A step is saved to every tier in which it is due and restored from the nearest tier
     that has it. Every process of the run must create a checkpointer with the same
-    arguments and make the same calls.
+    arguments and make the same calls. Only settings of a machine may differ: where and
+    how much RAM `Local` uses, and addresses, domains, files and rates of `Peers`.
 
         tiers = [
             ec.Local("/dev/shm/my_run", every=10),
@@ -132,7 +133,8 @@ class Checkpointer(checkpointer.HostsCheckpointer):
             default the local address of its default route.
           mesh: the training mesh; needed only if it does not cover all devices.
           run: the run name; by default the run of the steps in the tiers or, if there
-            are none, the directory name of `Local` or `Persistent`.
+            are none, the directory name of `Local` or `Persistent`. Pass it if that
+            name differs between hosts.
           slice_name: the slice of this process's devices; by default, the slice that
             the hardware reports. A single controller takes the slices from its mesh.
           world: the checkpointer's place in an elastic run, which
@@ -144,19 +146,22 @@ class Checkpointer(checkpointer.HostsCheckpointer):
             RAM, which another process may be writing. Saving is then an error.
 
         Raises:
-          ConfigError: if the tiers are incompatible or differ between hosts.
+          ConfigError: if the tiers are incompatible, or if the tiers, the run name or
+            the versions differ between hosts.
           RunError: if a host cannot be reached, if the RAM disk is in use or stores
             steps of a different run, or if another run is writing to the same storage.
         """
         chosen = Chosen.from_choices(tiers, read_only=read_only)
         mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
         messages = allgather.new()
-        # Storage may change while the processes start: host 0 decides for all.
-        found = messages.agreed(
+        # Any host may have the steps in RAM. Storage may change while the processes
+        # start, so host 0 alone looks there.
+        names = messages.agreed(
             "run",
-            lambda: run_files.find_run(chosen) if messages.host == 0 else None,
+            lambda: run_files.find_run(chosen, in_storage=messages.host == 0),
             timeout_secs=calls.BRIEF_SECS,
-        )[0]
+        )
+        found = next(filter(None, names), None)
         run = run or found or chosen.run
         chosen = chosen.for_reading() if read_only else chosen
         if topology.is_single_controller(mesh):

@@ -77,6 +77,7 @@ def follow(
       RunError: if this host is not among the backup hosts.
     """
     held, disk = own.held(), own.disk
+    disk.put_back()
     newest = max(held, key=_order, default=_NONE)
     hosts = [Peer(url, client, disk.run) for url in backups]
     # The steps of all backup hosts that respond, possibly including this one.

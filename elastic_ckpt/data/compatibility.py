@@ -1,4 +1,4 @@
-"""Checks before the first batch that all hosts have the same software and data.
+"""Checks that all hosts have the same software, data and tiers, before they are used.
 
 Colocated Python sends code with cloudpickle, which needs the same Python minor version
 and the same JAX on both sides. Rows depend on Grain, on this package and on each host's
@@ -94,6 +94,6 @@ def check(facts: Sequence[Facts]) -> None:
     if differing:
         raise errors.ConfigError(
             f"the hosts of this run differ: {'; '.join(sorted(differing))}. Install the"
-            " same versions on every host and in the sidecar's image; if the pipeline"
-            " differs, use the same configuration and files on every host"
+            " same versions on every host and in the sidecar's image; if anything else"
+            " differs, use the same arguments, configuration and files on every host"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
@@ -17,6 +18,23 @@ from elastic_ckpt.tiers.peers import agent
 
 CaptureIn = Literal["auto", "host", "device", "wait"]
 PINNED_BYTES = 2**29
+# Settings that may differ between hosts, because they belong to a machine.
+_OF_MACHINE = frozenset(
+    {
+        "Local.directory",
+        "Local.limit_bytes",
+        "Local.pinned_bytes",
+        "Peers.domains",
+        "Peers.interface",
+        "Peers.known",
+        "Peers.max_bytes_per_sec",
+        "Peers.port",
+        "Peers.secret_file",
+        "Peers.tls",
+    }
+)
+# In the text of a policy: where a function or an object is in memory.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _POLICY = "one of Orbax's preservation_policies, such as LatestN(3)"
 
 
@@ -287,6 +305,26 @@ class Chosen:
         tier = self.local or self.persistent
         assert tier is not None
         return storage.absolute(tier.directory).name
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """What must be the same on all hosts: settings as text, keyed by name."""
+        tiers = [each for each in (self.local, self.peers, self.persistent) if each]
+        settings = {
+            f"{type(tier).__name__}.{field.name}": getattr(tier, field.name)
+            for tier in tiers
+            for field in dataclasses.fields(tier)
+        }
+        return {
+            "tiers": " + ".join(type(tier).__name__ for tier in tiers),
+            "read_only": str(self.is_read_only),
+            "encryption": str(bool(self.peers and self.peers.tls)),
+            **{
+                name: _ADDRESS.sub("", repr(value))
+                for name, value in settings.items()
+                if name not in _OF_MACHINE
+            },
+        }
 
     def ram_directory(self) -> str:
         """The RAM disk directory; without a local tier, a new path."""

@@ -1,7 +1,13 @@
 """Both kinds of hosts keep one contract: in every process, and under one controller."""
 
 import contextlib
+import copy
+import dataclasses
+import itertools
+import pathlib
+import re
 from concurrent import futures
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +23,7 @@ from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.structure import HostNotes
 from elastic_ckpt.core import allgather, errors, events
+from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import choices, find
 from elastic_ckpt.tiers.source import ReadError
@@ -96,6 +103,49 @@ def test_answers_come_in_the_order_of_hosts_and_failures_reach_each_driver(drive
         of_host = same(drive(lambda driver, call=call: fail(driver, call)))
         assert sorted(of_host) == failed
         assert all("step 9" in why for why in of_host.values())
+
+
+@pytest.mark.parametrize("way", [in_every_process, under_one_controller])
+def test_hosts_that_differ_are_told_how_before_one_writes(way, monkeypatch):
+    make, number = simulated_hosts.choices_of, itertools.count()
+    chosen = choices.Chosen.from_choices([choices.Local("/other", every=2)])
+
+    def choices_of(*args, **options):
+        first, other = make(*args, **options)
+        return [first, dataclasses.replace(other, run="two", chosen=chosen)]
+
+    def join(driver):
+        with pytest.raises(errors.ConfigError) as raised:
+            endpoint.join(driver)
+        told = re.split("differ: |; ", re.sub(r" \(.*?\)|\. .*", "", str(raised.value)))
+        assert told[1] == "Local.every is 1 on host 0, 2 on host 1"
+        assert re.fullmatch(r"jaxlib is \d on host 0, \d on host 1", told[2])
+        assert told[3] == "the run's name is run on host 0, two on host 1"
+        assert told[4] == "tiers is Local + Peers on host 0, Local on host 1"
+
+    monkeypatch.setattr(simulated_hosts, "choices_of", choices_of)
+    of_host = mock.Mock(side_effect=lambda: {"jaxlib": str(next(number))})
+    monkeypatch.setattr(compatibility, "versions", of_host)
+    with simulated_hosts.Machines() as machines, way(machines) as drive:
+        drive(join)
+        assert not list(pathlib.Path(machines.root).glob("*/hosts"))
+
+
+def test_hosts_share_all_settings_of_tiers_but_those_of_their_machine():
+    tiers = [choices.Local("/a"), choices.Peers(), choices.Persistent("/b", every=1)]
+    known, of_machine = choices.Chosen.from_choices(tiers), ""
+    for tier in tiers:
+        kind = type(tier).__name__
+        for name in vars(tier):
+            other = copy.copy(tier)
+            vars(other)[name] = "another"
+            changed = dataclasses.replace(known, **{kind.lower(): other})
+            of_machine += f" {kind}.{name}" * (changed.shared == known.shared)
+    assert of_machine == (
+        " Local.directory Local.limit_bytes Local.pinned_bytes Peers.domains"
+        " Peers.interface Peers.port Peers.known Peers.secret_file"
+        " Peers.max_bytes_per_sec"
+    )
 
 
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import os
 import pathlib
+import re
 import shutil
 import signal
 
@@ -18,10 +19,12 @@ import pytest
 from etils import epath
 
 import elastic_ckpt as ec
-from elastic_ckpt.core import clock, errors, process, storage
+from elastic_ckpt.core import allgather, clock, errors, process, storage
+from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import claims, records, run_files
 from elastic_ckpt.training import launch
 from tests import shared_memory
+from tests.tiers import served
 
 
 def opened(steps, run="tiny", *, ram=None, **options):
@@ -229,7 +232,7 @@ def test_ram_is_continued_with_the_identity_of_its_storage(tmp_path, ram):
     assert newest(steps, None) == (8, 8)
 
 
-def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram):
+def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram, monkeypatch):
     steps = tmp_path / "a"
     continue_run(None, ram, 1, 2)
     continue_run(steps, ram, 4, 5)
@@ -241,6 +244,50 @@ def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram):
     for disk in (renamed, None):
         with pytest.raises(errors.RunError, match="another run, 'tiny', but this run"):
             newest(steps, disk, run="two")
+
+    def agreed(messages, _, work, **__):
+        # What this host finds as a host after one that has no steps.
+        messages.host = 1
+        found = work()
+        messages.host = 0
+        return [None, found]
+
+    monkeypatch.setattr(allgather.Allgather, "agreed", agreed)
+    assert newest(None, renamed, run=None) == (5, 5)
+
+
+@pytest.mark.parametrize("place", ["ram", "steps"])
+def test_of_a_live_run_any_file_may_be_taken_or_is_named(ram, place):
+    for number in itertools.count():
+        root, told = ram / str(number), ""
+        root.mkdir(parents=True)
+        tiers = [ec.Persistent(root, every=1), ec.Local(f"{root}-in-ram")]
+        with contextlib.ExitStack() as stack:
+            if place == "ram":
+                stack.enter_context(served.serving(agent.Service(root=str(root))))
+                tiers = [ec.Local(root), ec.Peers()]
+            try:
+                with ec.Checkpointer(tiers, run="tiny") as live:
+                    save(live, 1, 2)
+                    there = (each for each in sorted(root.rglob("*")) if each.is_file())
+                    names = [str(each.relative_to(root)) for each in there]
+                    # Those that are in no step: each alone, and all at last.
+                    names = [n for n in names if not re.match(r"(hosts/0/)?\d+[-/]", n)]
+                    taken = names[number : number + 1] or names
+                    for name in taken:
+                        (root / name).unlink()
+                    save(live, 3)
+            except errors.ElasticCkptError as error:
+                told = str(error)
+            if not any(str(root / name) in told for name in taken):
+                # A new agent, and the next removal or repair, lock files of their own.
+                left = {name for name in taken if not (root / name).exists()}
+                assert left <= {"agent.lock", "hosts/0/repairs.lock"}
+                with ec.Checkpointer(tiers[:1], run="tiny") as later:
+                    assert later.load()["w"].tolist() == [3] * 4
+        if taken == names:
+            break
+    assert {"run.json", "agents.json"} < set(names)
 
 
 def test_the_disks_of_hosts_without_storage_are_of_one_run():

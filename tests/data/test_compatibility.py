@@ -26,8 +26,8 @@ def test_of_every_fact_that_differs_it_says_which_hosts_have_what(name):
     assert str(raised.value) == (
         f"the hosts of this run differ: {name} is {of_host[name]} on {few}, ..., 0.0 on"
         " host 20 (node). Install the same versions on every host and in the sidecar's"
-        " image; if the pipeline differs, use the same configuration and files on every"
-        " host"
+        " image; if anything else differs, use the same arguments, configuration and"
+        " files on every host"
     )
     # What a host has not said is not compared.
     del facts[-1][name]

@@ -72,13 +72,8 @@ class HostBackup:
         Returns:
           Pairs of a step whose save was interrupted and the path that was removed.
         """
-        world, removed = self._world, []
-        if world.chosen.local is not None:
-            machines = {host.machine for host in world.hosts} & world.agents.keys()
-            agents = {machine: world.agents[machine] for machine in machines}
-            run_files.write_agents(
-                self._root.path, run_files.RunAgents(world.run, agents)
-            )
+        removed = []
+        self._record_agents()
         for each in self._root.leftovers():
             of_save = each.save or ""
             is_dead = _SAVE.fullmatch(of_save) and of_save < save
@@ -88,6 +83,15 @@ class HostBackup:
                 continue
             storage.remove(each.path)
         return tuple(removed)
+
+    def _record_agents(self) -> None:
+        world = self._world
+        if world.chosen.local is not None:
+            there = {host.machine for host in world.hosts}
+            agents = {m: each for m, each in world.agents.items() if m in there}
+            run_files.write_agents(
+                self._root.path, run_files.RunAgents(world.run, agents)
+            )
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def owed(self, step_id: StepId) -> Contents | None:
@@ -199,9 +203,12 @@ class HostBackup:
 
         Also finishes removals that killed worlds began. Keeps the newest complete step,
         pinned and leased steps, and steps that stock Orbax or another run saved.
-        Removes set-aside steps once the line has passed them.
+        Removes set-aside steps once the line has passed them. Records this world's
+        agents again if their record is gone.
         """
         root, tier, keep = self._root, self._tier, self._keep
+        if not storage.has_file(root.path / run_files.AGENTS):
+            self._record_agents()
         for each in root.leftovers():
             # Failed uploads of this world.
             if each.step < step and each.save == line.save:

@@ -1,5 +1,6 @@
-"""A host, which joins its world in three calls and then has the objects for its work.
+"""A host, which joins its world in four calls and then has the objects for its work.
 
+facts        returns what must be the same on all hosts, which is compared first
 introduce    returns the facts that other hosts need before this host has a slot
 join         takes a slot of the machine, adopts the secret, starts the agent
 connect      connects to the other hosts, and creates the objects for saves
@@ -15,8 +16,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.checkpoint.host.backup import HostBackup
@@ -25,6 +27,7 @@ from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.saver import HostSaver
 from elastic_ckpt.checkpoint.host.world import HostConfig, HostWorld
 from elastic_ckpt.core import addresses, calls, clock, storage, working_directory
+from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host
 from elastic_ckpt.tiers.peers import (
@@ -103,6 +106,15 @@ class HostEndpoint:
         return self._roles[name]
 
     @calls.call()
+    def facts(self) -> dict[str, str]:
+        """Returns what must be the same on all hosts, as text, keyed by name."""
+        return {
+            "the run's name (run=, by default the directory's name)": self._config.run,
+            **self._config.chosen.shared,
+            **compatibility.versions(),
+        }
+
+    @calls.call()
     def introduce(self) -> Introduction:
         """Returns the facts that other hosts need before this host has a slot."""
         config, root, found = self._config, self._disk.root, self._disk
@@ -141,7 +153,7 @@ class HostEndpoint:
         """
         config, disk = self._config, self._disk
         slot = slots[config.number]
-        secret.adopt(disk.root, shared_secret)
+        disk.keep(secret.path(disk.root), secret.adopt, disk.root, shared_secret)
         domains = {
             "host": disk.machine,
             "slice": config.slice_name,
@@ -155,8 +167,8 @@ class HostEndpoint:
         if slot == 0 and config.chosen.local is not None:
             machine.warn_unless_in_memory(disk.root)
         if identity is not None and config.chosen.local is not None:
-            content = records.to_bytes(identity)
-            storage.write_atomic(disk.root / run_files.IDENTITY, content)
+            path, content = disk.root / run_files.IDENTITY, records.to_bytes(identity)
+            disk.keep(path, storage.write_atomic, path, content)
         is_alone = config.chosen.peers is None and len(slots) == 1
         if slot or config.chosen.local is None or is_alone:
             return own.host, None
@@ -170,6 +182,8 @@ class HostEndpoint:
         )
         of_machine = agent.AgentProcess(service)
         self._resources.callback(of_machine.close)
+        path = disk.root / agent.ADDRESS_FILE
+        disk.keep(path, agent.publish, disk.root, of_machine.address)
         return own.host, of_machine.address
 
     @calls.call()
@@ -181,7 +195,10 @@ class HostEndpoint:
         assert own is not None
         # Only now have all live hosts locked their slots, so those are not cleaned.
         own.clean()
-        run_files.write_agents(disk.root, run_files.RunAgents(config.run, agents))
+        record = run_files.RunAgents(config.run, agents)
+        disk.keep(
+            disk.root / run_files.AGENTS, run_files.write_agents, disk.root, record
+        )
         peers = config.peer_tier
         client = peer_client.PeerClient(
             secret.read(secret.path(disk.root)),
@@ -216,9 +233,17 @@ def join(hosts: Hosts, *, write_claim: claims.WriteClaim | None = None) -> None:
         hosts do not write to storage.
 
     Raises:
+      ConfigError: if the hosts' versions, run names or tiers differ.
       HostsFailedError: if a host cannot join; the message says why.
       RunError: if a host's RAM disk has steps of another run.
     """
+    # Compared before a host writes anything.
+    compatibility.check(
+        [
+            {compatibility.HOST: f"host {number}", **facts}
+            for number, facts in enumerate(hosts.all(HostEndpoint.facts))
+        ]
+    )
     introduced = hosts.all(HostEndpoint.introduce)
     # Idle machines have the latest world's secret. A machine that was not in that world
     # may have a different secret, created by its agent.
@@ -226,11 +251,8 @@ def join(hosts: Hosts, *, write_claim: claims.WriteClaim | None = None) -> None:
     newest = max(known, key=Introduction.last_secs)
     shared = newest.secret or newest.fresh_secret
     # A host's slot is the number of hosts before it on the same machine.
-    counts: collections.Counter[str] = collections.Counter()
-    slots = []
-    for each in introduced:
-        slots.append(counts[each.machine])
-        counts[each.machine] += 1
+    counts = collections.defaultdict[str, Iterator[int]](itertools.count)
+    slots = [next(counts[each.machine]) for each in introduced]
     identity = run_files.agreed(
         introduced[0].stored,
         [each.disk for each in introduced],

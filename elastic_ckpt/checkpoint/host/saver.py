@@ -163,6 +163,7 @@ class HostSaver:
         if self._world.chosen.local is not None:
             num_bytes = captured.num_bytes + sum(map(len, files.values()))
             try:
+                self._world.disk.put_back()
                 writer = own.begin(step_id, Contents(leaves=captured.leaves))
                 saving.writer = writer
                 writer.reserve(num_bytes, taken_bytes=captured.file_bytes)

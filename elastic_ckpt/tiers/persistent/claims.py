@@ -114,8 +114,13 @@ def check(steps: epath.PathLike, number: int) -> None:
     """
     there = _records(steps)
     own = records.read(there.path(number))
-    if own is None or storage.has_file(there.path(number + 1)):
+    if storage.has_file(there.path(number + 1)):
         raise _replaced(there)
+    if own is None:
+        raise errors.ReplacedError(
+            f"{there.path(number)}, which claims the directory for this program, was"
+            " removed, so another program may be writing there; restart the run"
+        )
     if not own.secs:
         raise errors.CheckpointError(
             "the checkpointer was closed before its upload was committed; save again"

@@ -221,10 +221,14 @@ def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> No
         )
 
 
-def find_run(chosen: Chosen) -> str | None:
+def find_run(chosen: Chosen, *, in_storage: bool = True) -> str | None:
     """The run whose steps are in the local tier or, if it has none, in storage.
 
     An unnamed run keeps this name when tiers are added, removed or moved.
+
+    Args:
+      chosen: the tiers.
+      in_storage: whether to look in storage.
 
     Returns:
       The run's name. None if there are no steps, or if storage is unreachable and the
@@ -233,17 +237,17 @@ def find_run(chosen: Chosen) -> str | None:
     Raises:
       CheckpointError: if storage is unreachable and there is no local tier.
     """
-    return next(filter(None, _runs(chosen)), None)
+    return next(filter(None, _runs(chosen, in_storage)), None)
 
 
-def _runs(chosen: Chosen) -> Iterator[str | None]:
+def _runs(chosen: Chosen, in_storage: bool) -> Iterator[str | None]:
     if chosen.local is not None:
         disk = storage.absolute(chosen.local.directory)
         # Any later use of an unreadable disk raises an error that says why.
         with contextlib.suppress(OSError, errors.CheckpointError):
             steps = (each for each in disk.glob("hosts/*/*") if each.is_dir())
             yield from map(run_of, steps)
-    if chosen.persistent is not None:
+    if in_storage and chosen.persistent is not None:
         root = PersistentRoot.from_path(chosen.persistent.directory)
         try:
             for step in reversed(root.steps()):

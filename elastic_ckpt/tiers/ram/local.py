@@ -69,7 +69,9 @@ class LocalHost:
         self.being_written: set[StepId] = set()
         self._held = contextlib.ExitStack()
         directory = disk.host_directory(slot)
-        self._held.enter_context(storage.exclusive_lock(directory / ram_disk.LOCK))
+        lock = directory / ram_disk.LOCK
+        # Once the file is removed, its lock no longer keeps other processes out.
+        disk.keep(lock, lambda: self._held.enter_context(storage.exclusive_lock(lock)))
         spare = directory / ram_disk.SPARE
         storage.remove(spare)
         self.files = ChunkFiles(spare)

@@ -32,10 +32,12 @@ import mmap
 import os
 import pathlib
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
+from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
@@ -89,11 +91,44 @@ class RamDisk:
         self.root = storage.absolute(root)
         self.run = run
         self.limit_bytes = limit_bytes
+        # By path: the functions that write the small files of this run.
+        self._writes: dict[str, Callable[[], object]] = {}
 
     @functools.cached_property
     def machine(self) -> str:
         """The ID of this machine's memory, 16 hex digits, the same in all processes."""
         return machine.machine_id(self.root)
+
+    def keep(
+        self, path: epath.PathLike, write: Callable[..., object], *args: Any
+    ) -> None:
+        """Calls `write` with `args`, which writes a small file of the run.
+
+        `put_back` calls it again if the file at `path` is gone.
+        """
+        write(*args)
+        self._writes[os.fspath(path)] = functools.partial(write, *args)
+
+    def put_back(self) -> None:
+        """Writes the run's small files again that a cleaner of `/dev/shm` has removed.
+
+        Raises:
+          CheckpointError: if the machine's ID has changed.
+          RunError: if another live process has taken this process's slot.
+        """
+        path, own = os.path.join(self.root, machine.FILE), self.machine
+        write = functools.partial(storage.create, path, own.encode())
+        for each, write_again in {path: write, **self._writes}.items():
+            if not os.path.exists(each):
+                logging.warning("%s was removed while in use; writing it again", each)
+                storage.make_private_directory(self.root)
+                write_again()
+        if (found := machine.find(self.root)) != own:
+            raise errors.CheckpointError(
+                f"{path} contains {found}, but this process stores its steps under the"
+                f" ID {own}, so a restarted run would not find them; find out which"
+                " program changes the file, and restart the run"
+            )
 
     def host_id(self, slot: int) -> str:
         """The ID of the host in a slot of this machine."""
