@@ -99,9 +99,11 @@ class Parquet(source.Source):
 
 @functools.lru_cache(maxsize=1024)
 def _metadata(file: str) -> pq.FileMetaData:
+    # First of all: without the library, its own errors have no types either.
+    read = library().read_metadata
     foreign = functools.partial(source.foreign, file, "Parquet")
     with files.opened(file) as stream, columns.damaged(foreign):
-        return library().read_metadata(stream)
+        return read(stream)
 
 
 files.register_cache(_metadata.cache_clear)
