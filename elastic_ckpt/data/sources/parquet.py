@@ -99,10 +99,12 @@ class Parquet(source.Source):
 
 @functools.lru_cache(maxsize=1024)
 def _metadata(file: str) -> pq.FileMetaData:
-    # First of all: without the library, its own errors have no types either.
+    # Before `damaged`, which needs the library for the types of its errors.
     read = library().read_metadata
-    foreign = functools.partial(source.foreign, file, "Parquet")
-    with files.opened(file) as stream, columns.damaged(foreign):
+    with (
+        files.opened(file) as stream,
+        columns.damaged(functools.partial(source.foreign, file, "Parquet")),
+    ):
         return read(stream)
 
 
