@@ -118,8 +118,7 @@ PROGRAMS = {"kubectl": "kubernetes-client", "promtool": "prometheus"}
 
 def pytest_runtest_setup(item):
     """Fails a test at once that needs a program which is not there."""
-    for mark in item.iter_markers("needs"):
-        (program,) = mark.args
+    for program in (mark.args[0] for mark in item.iter_markers("needs")):
         if shutil.which(program) is None:
             command = f"apt-get install -y {PROGRAMS[program]}"
             pytest.fail(f"no {program}, which this test needs: {command}", False)

@@ -70,8 +70,7 @@ def test_a_process_of_its_own_stops_after_the_step_under_way():
     with termination.in_this_process(grace_secs=600, **more) as is_stopping:
         assert not is_stopping(1)
         end()
-        event = "stop_requested", {"within_secs": 600}, False
-        assert told.get(timeout=600) == event
+        assert told.get(timeout=600) == ("stop_requested", {"within_secs": 600}, False)
         while not is_stopping(3):
             time.sleep(0.01)
 

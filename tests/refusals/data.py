@@ -112,8 +112,7 @@ def media(*, kind="images", modality="images", shape=(2,), max_per_row=1, **sett
 def without_pyarrow(directory: pathlib.Path, reader: Any) -> object:
     path = str(directory / "part")
     open(path, "w").close()
-    missing = {"pyarrow": None, "pyarrow.parquet": None}
-    with mock.patch.dict(sys.modules, missing):
+    with mock.patch.dict(sys.modules, {"pyarrow": None, "pyarrow.parquet": None}):
         return reader(files=(path,)).index(path)
 
 

@@ -55,8 +55,7 @@ def test_attempts_are_read_as_they_were_written_in_the_lines_of_the_format(
         number = attempt.attempt
         records = (step_log.StepRecord(**each, attempt=number) for each in steps)
         # A loss that is no number equals none, but prints as it does.
-        written = step_log.Attempt(**header, records=tuple(records))
-        assert repr(attempt) == repr(written)
+        assert repr(attempt) == repr(step_log.Attempt(**header, records=tuple(records)))
     log = opened(tmp_path, 3)
     log.write(3, *rows([7, example_id.NONE]), 0.1)
     log.close()
