@@ -7,6 +7,7 @@ import os
 import pathlib
 import runpy
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -109,6 +110,18 @@ def _room(path: pathlib.Path) -> str:
 def pytest_collection_modifyitems(items):
     """Has the files that take longest begin first."""
     items.sort(key=lambda item: -BUDGETS.get(_room(item.path), 0))
+
+
+# Programs that no Python package has, and the Debian packages that do.
+PROGRAMS = {"kubectl": "kubernetes-client", "promtool": "prometheus"}
+
+
+def pytest_runtest_setup(item):
+    """Fails a test at once that needs a program which is not there."""
+    for program in (mark.args[0] for mark in item.iter_markers("needs")):
+        if shutil.which(program) is None:
+            command = f"apt-get install -y {PROGRAMS[program]}"
+            pytest.fail(f"no {program}, which this test needs: {command}", False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,6 +18,7 @@ import importlib.util
 import elastic_ckpt as ec
 for name in ("adlfs", "gcsfs", "pyarrow", "pytest", "s3fs", "tokenizers"):
     assert importlib.util.find_spec(name) is None, name
+open("x.parquet", "w").close()
 sources = [ec.data.Parquet(files=("x.parquet",))]
 for scheme in ("gs", "s3", "az"):
     sources.append(ec.data.ArrayRecord(files=(scheme + "://bucket/x.array_record",)))

@@ -189,14 +189,18 @@ def in_this_process(
     nothing to save. Calls `emit` on the signal and `ended` before the exit, both in
     another thread.
     """
-    has_trained, is_over = threading.Event(), threading.Event()
+    has_trained, is_told, is_over = (threading.Event() for _ in range(3))
 
     def watch() -> None:
         while not notice.received():
             if is_over.is_set():
                 return
         if has_trained.is_set():
-            emit("stop_requested", within_secs=grace_secs)
+            # The run ends with its own event, which comes after this one.
+            try:
+                emit("stop_requested", within_secs=grace_secs)
+            finally:
+                is_told.set()
             if is_over.wait(grace_secs):
                 return
         else:
@@ -206,7 +210,7 @@ def in_this_process(
 
     def is_ending(_: int) -> bool:
         has_trained.set()
-        return notice.has_received
+        return is_told.is_set()
 
     with Notice() as notice:
         watching = background.in_thread(watch, name="await-sigterm")

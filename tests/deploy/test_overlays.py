@@ -16,7 +16,7 @@ from tests import pages
 from tests.deploy import overlays
 
 # They need kubectl.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("kubectl")]
 GUIDES = overlays.DEPLOY.parents[1] / "docs/pages/guides"
 # The components that a base may have: one of each line, and all or none of the last.
 RESTARTS = {"gpu": ["in-place", "elastic"], "tpu": ["in-place", "restart-job"]}

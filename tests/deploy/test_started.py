@@ -18,7 +18,7 @@ from tests import runs, shared_memory
 from tests.deploy import overlays
 
 # They need kubectl.
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("kubectl")]
 LACKING = {
     "gpu": "hardware=gpu, but JAX finds only CPUs",
     "tpu": "Unable to initialize backend 'tpu'",

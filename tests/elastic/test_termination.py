@@ -3,6 +3,7 @@ import queue
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -62,14 +63,16 @@ def test_a_process_of_its_own_stops_after_the_step_under_way():
     told = queue.SimpleQueue()
 
     def emit(name, **fields):
-        told.put((name, fields))
+        # The run goes on until this is told: no event of its end comes before.
+        told.put((name, fields, is_stopping(2)))
 
     more = {"ended": pytest.fail, "emit": emit}
     with termination.in_this_process(grace_secs=600, **more) as is_stopping:
         assert not is_stopping(1)
         end()
-        assert told.get(timeout=600) == ("stop_requested", {"within_secs": 600})
-        assert is_stopping(2)
+        assert told.get(timeout=600) == ("stop_requested", {"within_secs": 600}, False)
+        while not is_stopping(3):
+            time.sleep(0.01)
 
 
 LATE = """

@@ -67,7 +67,7 @@ def test_a_loop_of_two_nodes_that_slurm_ends_continues_from_their_ram(tmp_path, 
         with fake_slurm.start(text, tmp_path) as job:
             lines = iter(job.stdout.readline, "")
             printed = list(until(lines, "step 10: loss"))
-            fake_slurm.signal_steps(job)
+            fake_slurm.stop_steps(job)
             printed += list(lines)
         assert job.returncode == 143, printed
         assert fake_slurm.requeued(tmp_path) == 1

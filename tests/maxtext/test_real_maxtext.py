@@ -316,7 +316,7 @@ def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
 
 
 def test_an_error_of_one_host_s_data_ends_the_others_too_and_is_named(maxtext, files):
-    # In order, record 310 is the eleventh of logical shard 6, which host 1 reads.
+    # In order, host 1 reads record 310, of logical shard 6, for batch 38 or before it.
     written = corpora.write_arrayrecord(files / "spoilt", texts("s", 400, most=1))
     corpora.spoil(written, b"s 310 ")
     logs = maxtext.run(
@@ -336,7 +336,9 @@ def test_an_error_of_one_host_s_data_ends_the_others_too_and_is_named(maxtext, f
     )
     # MaxText would end well, as if there were no more data.
     assert "Training stopped" not in log_texts[1]
-    assert sorted(environment.losses(logs)["train"]) == list(range(10))
+    trained = sorted(environment.losses(logs)["train"])
+    assert trained == list(range(len(trained)))
+    assert 0 < len(trained) <= 310 // ROWS
 
 
 def test_weights_go_over_from_stock_maxtext_and_back(maxtext):

@@ -5,7 +5,7 @@ import tempfile
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def temporary_directory():
     """Goes with the tests, and with it what components wrote before a crash."""
     with (

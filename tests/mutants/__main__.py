@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import random
+import select
 import signal
 import sys
 import time
@@ -32,8 +33,8 @@ ROOMS = {
 }
 SHARED_TESTS = ["refusals", "own_formats"]
 
-# A mutant that an endless loop keeps from ending is dead, too.
-MAX_SECS = 600
+# A mutant that hangs is dead, too: its tests may take so many times `--max-secs`.
+PATIENCE = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             lines = dict(mutation.mutants(mutant.path, source))[mutant]
             tests = reached.tests(mutant.path, lines, options.max_secs)
-            outcome = _run(mutant.path, tree, tests)
+            outcome = _run(mutant.path, tree, tests, options.max_secs)
         died += bool(outcome.get("killed_by")) or "gone" in outcome
         _report(options.output, dataclasses.asdict(mutant) | outcome)
     print(f"{died} of {len(chosen)} died")
@@ -124,7 +125,7 @@ def _faults(options: argparse.Namespace) -> int:
     chosen = [fault for fault in faults.FAULTS if options.only in fault.path]
     for fault in chosen:
         tree = ast.parse(fault.applied())
-        outcome = _run(fault.path, tree, list(fault.tests))
+        outcome = _run(fault.path, tree, list(fault.tests), options.max_secs)
         survived += not outcome["killed_by"]
         _report(options.output, {"name": fault.name, "path": fault.path} | outcome)
     print(f"{len(chosen) - survived} of {len(chosen)} died")
@@ -151,7 +152,7 @@ def _import_others() -> None:
     del grain, hypothesis, jax, pyarrow, tensorstore, v1
 
 
-def _run(path: str, tree: ast.Module, tests: list[str]) -> dict:
+def _run(path: str, tree: ast.Module, tests: list[str], max_secs: float) -> dict:
     """Runs the tests on the package with this module in place of its own."""
     start = time.monotonic()
     reading, writing = os.pipe()
@@ -164,15 +165,22 @@ def _run(path: str, tree: ast.Module, tests: list[str]) -> dict:
         finally:
             os._exit(os.EX_SOFTWARE)
     os.close(writing)
-    with os.fdopen(reading) as pipe:
-        killed_by = pipe.read()
+    # What the tests have started may hold the pipe open for any time.
+    ending = os.pidfd_open(process)
+    ended, _, _ = select.select([ending], [], [], PATIENCE * max_secs)
+    os.close(ending)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
     _, status, usage = os.wait4(process, 0)
+    killed_by = "" if ended else f"it hung for {PATIENCE * max_secs:g} s"
+    os.set_blocking(reading, False)
+    with contextlib.suppress(BlockingIOError):
+        killed_by = os.read(reading, 4096).decode() or killed_by
+    os.close(reading)
     if status == os.EX_SOFTWARE << 8:
         raise RuntimeError(f"the tests of {path} could not be started: {tests}")
     if status and not killed_by:
         killed_by = f"it ended with status {status}"
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process, signal.SIGKILL)
     return {
         "killed_by": killed_by,
         "num_tests": len(tests),
@@ -190,7 +198,6 @@ def _run_here(path: str, tree: ast.Module, tests: list[str], pipe: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    signal.alarm(MAX_SECS)
     os.environ["ELASTIC_CKPT_COLD"] = "1"
     command = ["-n", "0", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
     command += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]

@@ -3,7 +3,9 @@
 import datetime
 import json
 import pathlib
+import sys
 from typing import Any
+from unittest import mock
 
 import grain
 import numpy as np
@@ -107,6 +109,13 @@ def media(*, kind="images", modality="images", shape=(2,), max_per_row=1, **sett
     return next(iter(made))
 
 
+def without_pyarrow(directory: pathlib.Path, reader: Any) -> object:
+    path = str(directory / "part")
+    open(path, "w").close()
+    with mock.patch.dict(sys.modules, {"pyarrow": None, "pyarrow.parquet": None}):
+        return reader(files=(path,)).index(path)
+
+
 in_batches, in_shards, in_keys = row(batches), row(sharded), row(keys)
 in_files, in_rows, in_media = row(keys, error=DATA), row(rows.Rows), row(media)
 in_stages = row(lambda *described: keys(data_stages=list(described)))
@@ -120,6 +129,12 @@ REFUSALS = {
         "files='a.parquet': pass a tuple", files="a.parquet"
     ),
     "no file": row(ec.data.TFRecord)("pass a tuple of one or more", files=()),
+    **{
+        f"a {reader.__name__} file without its library": row(
+            without_pyarrow, writes=True
+        )(r"package pyarrow cannot be imported.*'\.\[parquet\]'", reader)
+        for reader in (ec.data.Parquet, ec.data.Arrow)
+    },
     "a file twice": row(ec.data.ArrayRecord)(
         "lists 'a' twice; list it", files=("a", "b", "a")
     ),

@@ -99,9 +99,13 @@ class Parquet(source.Source):
 
 @functools.lru_cache(maxsize=1024)
 def _metadata(file: str) -> pq.FileMetaData:
-    foreign = functools.partial(source.foreign, file, "Parquet")
-    with files.opened(file) as stream, columns.damaged(foreign):
-        return library().read_metadata(stream)
+    # Before `damaged`, which needs the library for the types of its errors.
+    read = library().read_metadata
+    with (
+        files.opened(file) as stream,
+        columns.damaged(functools.partial(source.foreign, file, "Parquet")),
+    ):
+        return read(stream)
 
 
 files.register_cache(_metadata.cache_clear)
