@@ -6,7 +6,7 @@
     {"float": "7ff8000000000000"}           a non-finite float, as its bits
     {"bytes": "AAE="}                       bytes, in base64
     {"numpy": 0}, {"scalar": 0}             a NumPy array or scalar
-    {"array": 0}                            a JAX array
+    {"array": 0}, {"weak": 0}               a JAX array, a weakly typed one
     {"key": 0, "impl": "threefry2x32"}      an array of typed random keys
     {"node": "module.Class", "children": [[name, value], ..]}
                                             any other pytree node
@@ -36,6 +36,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import checked_json, digest, errors, storage
 
 VERSION = 1
@@ -237,7 +238,7 @@ def _array(value: Any, path: str, number: int) -> dict[str, storage.Json]:
         )
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return {"key": number, "impl": str(jax.random.key_impl(value))}
-    return {"array": number}
+    return {"weak" if value.weak_type else "array": number}
 
 
 def _children(value: Any) -> dict[str, Any] | None:
@@ -311,6 +312,8 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
         case kind, number:
             impl = node.get("impl")
             placed = _placed(arrays[number], current, path, is_key=impl is not None)
+            if kind == "weak":
+                return trees.weakly_typed(placed)
             return jax.random.wrap_key_data(placed, impl=impl) if impl else placed
 
 

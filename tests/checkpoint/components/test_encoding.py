@@ -53,7 +53,8 @@ def exact(value):
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         bits = np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
-        return kind, value.dtype, value.shape, bits
+        weak_type = getattr(value, "weak_type", False) and jax.jit(abs)(value).weak_type
+        return kind, value.dtype, value.shape, bits, weak_type
     return kind, struct.pack("d", value) if kind is float else value
 
 
@@ -73,6 +74,7 @@ def leaves():
         "odd shapes": [np.array(3.5, np.float32), np.zeros((0, 3), np.uint8)],
         "small": [small, small[0], np.array([-8, 7], ml_dtypes.int4), np.float64(0.1)],
         "jax": [jnp.array([1.0, 448.0], jnp.float8_e4m3fn), jnp.arange(4)],
+        "weak": [jnp.asarray(0.5), jnp.asarray(1j), jnp.full((2, 1), -3)],
         "keys": [jax.random.key(3), jax.random.split(jax.random.key(3, impl="rbg"), 2)],
         "nested": {"b": {"": [[-7]]}, "a": (3, [3.0, (None,)]), 7: {}, False: [[], ()]},
     }
