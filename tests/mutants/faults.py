@@ -385,4 +385,11 @@ FAULTS: tuple[Fault, ...] = (
         'words = ["array"]',
         ("tests/checkpoint/test_like_orbax.py",),
     ),
+    Fault(
+        "a component saves a growing list that it cannot load",
+        "elastic_ckpt/checkpoint/components/encoding.py",
+        'f"{path}/{n}", arrays, in_list=True)',
+        'f"{path}/{n}", arrays)',
+        ("tests/checkpoint/components/test_encoding.py",),
+    ),
 )
