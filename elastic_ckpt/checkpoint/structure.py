@@ -350,7 +350,8 @@ def _structure(node: Any, shardings: dict[NamedSharding, int]) -> Any:
 
 def _check_name(name: str) -> None:
     refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
-    if refused or is_manifest_name(name) or not _is_unicode(name):
+    refused |= any(each.search(name) for each in storage.NOT_IN_TENSORSTORE.values())
+    if refused or is_manifest_name(name):
         raise errors.CheckpointError(
             f"{name!r} cannot be the name of a checkpointable: the name must be a valid"
             f" directory name and none of the reserved names {sorted(_RESERVED)};"

@@ -307,6 +307,7 @@ def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(checkpointer):
 def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkpointer):
     number = save_next(checkpointer, {"w": 1}) + 1
     names = ["", ".", "..", "a/b", "metrics", "AUTO", "manifest-a.json", "\ud800"]
+    names += ["a\\b", "a%2Fb", "a.__lock"]
     refused = [({name: {"w": 1}}, "cannot be the name of a check") for name in names]
     mapping = "a mapping from names to values.* not "
     refused += [

@@ -175,7 +175,7 @@ def on_host(value: Any) -> Any:
         # Every host has the whole replicated array, so it does not need other hosts.
         local = value if value.is_fully_addressable else value.addressable_data(0)
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-        value = np.asarray(jax.random.key_data(local) if is_key else local)
+        value = jax.device_get(jax.random.key_data(local) if is_key else local)
     return np.array(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
@@ -363,7 +363,10 @@ def _placed(array: np.ndarray, current: Any, path: str, *, is_key: bool) -> jax.
         and not isinstance(current.sharding, SingleDeviceSharding)
         and (current.is_fully_replicated if is_key else current.shape == array.shape)
     ):
-        return jax.make_array_from_callback(
-            array.shape, current.sharding, lambda index: array[index]
-        )
-    return jax.numpy.array(array)
+        # A program may have disallowed implicit transfers, such as this one.
+        with jax.transfer_guard("allow"):
+            return jax.make_array_from_callback(
+                array.shape, current.sharding, lambda index: array[index]
+            )
+    # Not `jax.numpy.array`, which rejects a NaN under JAX's debugging flags.
+    return jax.device_put(array, may_alias=False)

@@ -332,10 +332,12 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         if piece == box:
             return placed
         start = [a - b for a, b in zip(piece.start, box.start, strict=True)]
-        for place, part in zip(places[box], placed, strict=True):
-            if not any(start):
-                growing[place] = jnp.empty(box.shape, part.dtype, device=place)
-            growing[place] = _updated(growing[place], part, start)
+        # A program may have disallowed implicit transfers, such as those of numbers.
+        with jax.transfer_guard("allow"):
+            for place, part in zip(places[box], placed, strict=True):
+                if not any(start):
+                    growing[place] = jnp.empty(box.shape, part.dtype, device=place)
+                growing[place] = _updated(growing[place], part, start)
         if piece.stop != box.stop:
             return []
         return [growing.pop(place) for place in places[box]]
