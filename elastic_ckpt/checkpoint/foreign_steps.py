@@ -118,7 +118,16 @@ def load(
     context.pytree.loading.partial_load = partial
     # Components first: they are small, and an error leaves nothing half loaded.
     with context:
-        return {name: _load(path, name, wanted[name]) for name in [*stateful, *asked]}
+        loaded = {name: _load(path, name, wanted[name]) for name in [*stateful, *asked]}
+    # Orbax neither stores weak types nor takes them from the request.
+    weak = {path for path, leaf in trees.leaves(asked).items() if trees.is_weak(leaf)}
+    for name in {path.partition("/")[0] for path in weak}:
+        made = {
+            path: trees.weakly_typed(leaf) if path in weak else leaf
+            for path, leaf in trees.leaves({name: loaded[name]}).items()
+        }
+        loaded[name] = trees.rebuilt(loaded[name], name, made)
+    return loaded
 
 
 def checked_context(own: ocp.Context | None = None) -> ocp.Context:

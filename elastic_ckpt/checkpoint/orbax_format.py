@@ -46,6 +46,7 @@ class SavedArray(jax.ShapeDtypeStruct):
       dtype: the dtype of the elements.
       saved_sharding: the sharding, as `sharding_metadata` describes it; None if the
         array was on one device.
+      is_weak: whether the array was weakly typed.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class SavedArray(jax.ShapeDtypeStruct):
         shape: Sequence[int],
         dtype: Any,
         saved_sharding: Mapping[str, Any] | None,
+        is_weak: bool,
     ) -> None:
         on_device = SingleDeviceSharding(jax.local_devices()[0])
-        super().__init__(shape, dtype, sharding=None if saved_sharding else on_device)
+        sharding = None if saved_sharding else on_device
+        super().__init__(shape, dtype, sharding=sharding, weak_type=is_weak)
         self.saved_sharding = saved_sharding
 
 

@@ -8,6 +8,7 @@ An object is a dict, named tuple or dataclass; a list is a list or tuple; null i
 and a string is a leaf: its kind, and any details needed to create it.
 
     array, array 3              a JAX array, with the index of its sharding, if any
+    weak, weak 3                the same, weakly typed
     key threefry2x32            a typed random key, also with the index of a sharding
     numpy                       a NumPy array
     bool, int, float            a number
@@ -277,14 +278,14 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
 
 def _trees(
     contents: Contents,
-    sharding: Callable[[Mapping[str, Any]], T],
-    array: Callable[[tuple[int, ...], Any, T | None], Any],
+    made_sharding: Callable[[Mapping[str, Any]], T],
+    array: Callable[[tuple[int, ...], Any, T | None, bool], Any],
 ) -> dict[str, Any]:
-    # `sharding` and `array` create the shardings and arrays of the trees.
+    # `made_sharding` and `array` create the shardings and arrays of the trees.
     saved = {leaf.path: leaf for leaf in contents.leaves}
     try:
         structure = json.loads(contents.trees)
-        shardings = [sharding(each) for each in structure["shardings"]]
+        shardings = [made_sharding(each) for each in structure["shardings"]]
 
         def made(key_path: trees.KeyPath, node: str) -> Any:
             if node in _PLAIN:
@@ -299,7 +300,8 @@ def _trees(
                 return trees.AbstractArray(shape=shape, dtype=dtype)
             if kind == "key":
                 shape, dtype = _key(leaf, words.pop(0))
-            return array(shape, dtype, shardings[int(words[0])] if words else None)
+            sharding = shardings[int(words[0])] if words else None
+            return array(shape, dtype, sharding, kind == "weak")
 
         of_name = structure["trees"].items()
         return jax.tree_util.tree_map_with_path(made, dict(of_name))
@@ -312,13 +314,13 @@ def _trees(
 
 
 def _on_devices(
-    shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None
+    shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None, is_weak: bool
 ) -> jax.ShapeDtypeStruct:
     if sharding is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         # A key's data has one more dim.
         spec = PartitionSpec(*sharding.spec[: len(shape)])
         sharding = NamedSharding(sharding.mesh, spec)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=is_weak)
 
 
 def _sharding(described: Mapping[str, Any]) -> NamedSharding | None:
@@ -348,7 +350,8 @@ def _structure(node: Any, shardings: dict[NamedSharding, int]) -> Any:
 
 def _check_name(name: str) -> None:
     refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
-    if refused or is_manifest_name(name) or not _is_unicode(name):
+    refused |= any(each.search(name) for each in storage.NOT_IN_TENSORSTORE.values())
+    if refused or is_manifest_name(name):
         raise errors.CheckpointError(
             f"{name!r} cannot be the name of a checkpointable: the name must be a valid"
             f" directory name and none of the reserved names {sorted(_RESERVED)};"
@@ -393,7 +396,8 @@ _struct = functools.lru_cache(maxsize=2**17)(jax.ShapeDtypeStruct)
 
 def _abstract(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        return _struct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        weak = trees.is_weak(leaf)
+        return _struct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
     if isinstance(leaf, np.ndarray):
         return trees.AbstractArray(shape=leaf.shape, dtype=leaf.dtype)
     return next((kind(0) for kind in _NUMBERS if isinstance(leaf, kind)), leaf)
@@ -401,14 +405,15 @@ def _abstract(leaf: Any) -> Any:
 
 def _kind(leaf: Any) -> str:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return f"{leaf.dtype}{list(leaf.shape)}"
+        weak = "weak " if trees.is_weak(leaf) else ""
+        return f"{weak}{leaf.dtype}{list(leaf.shape)}"
     return repr(leaf) if isinstance(leaf, str) else type(leaf).__name__
 
 
 def _leaf(leaf: Any, shardings: dict[NamedSharding, int]) -> Any:
     kind = orbax_format.leaf_kind(leaf, "a leaf")
     if kind == "jax.Array":
-        words = ["array"]
+        words = ["weak" if trees.is_weak(leaf) else "array"]
         if trees.is_key(leaf):
             words = ["key", str(trees.key_impl(leaf))]
         if _is_of_all_hosts(leaf.sharding):
@@ -565,7 +570,7 @@ def _form(path: str, leaf: Any, was: Any) -> Any:
                 f"{path} cannot be restored as {leaf.__name__}; pass jax.Array,"
                 " np.ndarray, bool, int, float or str, or an abstract array"
             )
-        leaf = jax.ShapeDtypeStruct(shape, dtype)
+        leaf = jax.ShapeDtypeStruct(shape, dtype, weak_type=trees.is_weak(was))
     if trees.is_key(leaf) and trees.is_key(was) and leaf.dtype != was.dtype:
         raise errors.CheckpointError(
             f"{path} is a random key that was saved as {was.dtype} but requested"
@@ -574,6 +579,5 @@ def _form(path: str, leaf: Any, was: Any) -> Any:
         )
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         # Without a requested sharding, an array keeps the saved one.
-        sharding = getattr(was, "sharding", None)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return leaf.update(sharding=getattr(was, "sharding", None))
     return leaf

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import pathlib
+import re
 import secrets
 import socket
 import struct
@@ -34,6 +35,13 @@ _MODE = 0o666
 _FLOCK = struct.Struct("hhqqi4x")
 # Smaller files are written to object stores in one request; gcsfs would do the same.
 _SMALL_BYTES = 5 * 2**20
+
+# What TensorStore's paths cannot contain, by whether they are local. It writes to `a/b`
+# for the file `a\b` and for the URL of `a%2Fb`, and refuses the others.
+NOT_IN_TENSORSTORE = {
+    True: re.compile(r"\\|\.__lock(?=/|$)|[\ud800-\udfff]"),
+    False: re.compile(r"[?#%|\x00-\x1f\x7f\ud800-\udfff]"),
+}
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -61,6 +69,17 @@ def absolute(path: epath.PathLike) -> epath.Path:
         return epath.Path(os.path.abspath(path))
     bucket_clients.prepare(os.fspath(path))
     return epath.Path(path)
+
+
+def check_tensorstore(path: epath.PathLike) -> None:
+    """Raises a ConfigError if TensorStore cannot have `path`, or changes it."""
+    found = NOT_IN_TENSORSTORE[is_local(path)].search(os.fspath(path))
+    if found is not None:
+        raise errors.ConfigError(
+            f"{os.fspath(path)!r} contains {found[0]!r}, which TensorStore, the library"
+            " that stores arrays, refuses in a path or replaces; choose a path without"
+            " it"
+        )
 
 
 def canonical_json(value: Json) -> bytes:

@@ -131,11 +131,13 @@ def placed(
     placed: elastic_data.Batch = {}
     for name, feature in loaded.items():
         shape = (num_rows, *feature.shape[1:])
-        placed[name] = jax.make_array_from_callback(
-            shape,
-            feature_sharding(sharding, name, shape),
-            functools.partial(part, _narrowed(name, feature)),
-        )
+        # A program may have disallowed implicit transfers, such as this one.
+        with jax.transfer_guard("allow"):
+            placed[name] = jax.make_array_from_callback(
+                shape,
+                feature_sharding(sharding, name, shape),
+                functools.partial(part, _narrowed(name, feature)),
+            )
     return placed
 
 

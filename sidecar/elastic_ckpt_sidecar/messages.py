@@ -37,7 +37,9 @@ def encode(content: storage.Json, sharding: NamedSharding) -> jax.Array:
     copies = np.broadcast_to(line, (sharding.mesh.devices.size, len(line)))
     # Not `device_put`: with multiple controllers, it compares values across hosts, and
     # a thread may send a message while a training step runs its own collectives.
-    return jax.make_array_from_callback(copies.shape, sharding, lambda i: copies[i])
+    # A program may have disallowed implicit transfers, such as this one.
+    with jax.transfer_guard("allow"):
+        return jax.make_array_from_callback(copies.shape, sharding, lambda i: copies[i])
 
 
 def decode(array: jax.Array) -> Any:

@@ -30,6 +30,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.steps import manifest
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests.checkpoint import stock_program
+from tests.sidecar import simulated_hosts
 
 ALL = ocp.training.preservation_policies.PreserveAll()
 Point = collections.namedtuple("Point", "x y")
@@ -133,6 +134,18 @@ def asked(**changes):
     return {**saved(), "k": jax.random.key(0), **types, **arrays, **changes}
 
 
+def weak():
+    """Leaves that are weakly typed, and one that is not."""
+    return {
+        "rate": jnp.asarray(0.5),
+        "count": jnp.asarray(7),
+        "z": jnp.asarray(1j),
+        "many": jnp.full((2, 3), jnp.nan),
+        "over devices": sharded(jnp.full(8, 0.1), "fsdp"),
+        "strong": jnp.ones(()),
+    }
+
+
 # By the step that each is saved as.
 STEPS = {
     "parts of all kinds": parts,
@@ -144,6 +157,7 @@ STEPS = {
     "tuples": lambda: ({"a": (1, 2)}, [Point(1, jnp.ones(2))]),
     "a named tuple": lambda: Point(x=jnp.ones(2), y={"z": [np.ones(2)]}),
     "a key of another generator": lambda: {"k": jax.random.key(3, impl="rbg")},
+    "weak": weak,
 }
 NUMBERS = {name: number for number, name in enumerate(STEPS)}
 
@@ -184,6 +198,9 @@ class Saved:
         self.storage = open_ours(stored, read_only=True)
         self.of_orbax = open_ours(Persistent(self.by_orbax), read_only=True)
         stock = open_orbax(directory / "ours")
+        machines = stack.enter_context(simulated_hosts.Machines())
+        world = simulated_hosts.world(machines, 2)
+        self.remote, *_ = stack.enter_context(world)
         self.readers = [self.ram, self.storage, self.of_orbax, stock]
 
 
@@ -203,6 +220,28 @@ def test_a_tree_comes_back_as_from_orbax(name, steps):
     for reader in (steps.ram, steps.of_orbax):
         metadata = reader.metadata(number).metadata
         assert bits(reader.load(number, metadata)) == expected[0]
+
+
+def test_a_leaf_is_as_weakly_typed_as_it_is_asked_for_or_was_saved(steps):
+    def weak_types(tree):
+        return jax.tree.map(lambda leaf: leaf.weak_type, tree)
+
+    def opposite_of(leaf):
+        weak_type = not leaf.weak_type
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak_type)
+
+    number, tree = NUMBERS["weak"], weak()
+    opposite, classes = jax.tree.map(opposite_of, tree), dict.fromkeys(tree, jax.Array)
+    assert steps.remote.save(number, tree)
+    for reader in (steps.ram, steps.storage, steps.remote, steps.of_orbax):
+        # Orbax saves no weak types.
+        of_saved = [] if reader is steps.of_orbax else [(None, tree), (classes, tree)]
+        for target, like in [(tree, tree), (opposite, opposite), *of_saved]:
+            loaded = reader.load(number, target)
+            assert bits(loaded) == bits(tree)
+            # A compiled function does not ask the array itself.
+            for each in (loaded, jax.tree.map(jax.jit(lambda leaf: leaf), loaded)):
+                assert weak_types(each) == weak_types(like)
 
 
 @pytest.fixture
@@ -268,6 +307,7 @@ def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(checkpointer):
 def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkpointer):
     number = save_next(checkpointer, {"w": 1}) + 1
     names = ["", ".", "..", "a/b", "metrics", "AUTO", "manifest-a.json", "\ud800"]
+    names += ["a\\b", "a%2Fb", "a.__lock"]
     refused = [({name: {"w": 1}}, "cannot be the name of a check") for name in names]
     mapping = "a mapping from names to values.* not "
     refused += [

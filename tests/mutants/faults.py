@@ -392,4 +392,18 @@ FAULTS: tuple[Fault, ...] = (
         "course",
         ("tests/sidecar/test_remote_iterator.py",),
     ),
+    Fault(
+        "a resumed scalar promotes what it is multiplied with",
+        "elastic_ckpt/checkpoint/structure.py",
+        'words = ["weak" if trees.is_weak(leaf) else "array"]',
+        'words = ["array"]',
+        ("tests/checkpoint/test_like_orbax.py",),
+    ),
+    Fault(
+        "a component saves a growing list that it cannot load",
+        "elastic_ckpt/checkpoint/components/encoding.py",
+        'f"{path}/{n}", arrays, in_list=True)',
+        'f"{path}/{n}", arrays)',
+        ("tests/checkpoint/components/test_encoding.py",),
+    ),
 )

@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from etils import epath
@@ -100,7 +101,7 @@ DESCRIPTION = component.Description(
     required=True,
 )
 STATE = {
-    "lr": 0.1,
+    "lr": jnp.asarray(0.1),
     "ema": (np.array([1.5, -2.0], ml_dtypes.bfloat16), None),
     "steps": [3, True, "text", np.int64(7)],
 }

@@ -249,6 +249,25 @@ def content(context, spec):
     return {key: store.read(key).result().value for key in store.list().result()}
 
 
+def test_a_path_that_tensorstore_refuses_or_changes_is_refused(tmp_path):
+    refused = {"a\\b", "a\\", "x.__lock", "a\udcffb"}
+    not_in_urls = {f"a{mark}b" for mark in [*"?#%|\t\x7f\udcff", "%20", "%2F"]}
+    for name in refused | not_in_urls | {"..a", "b.", " ", "~", "*:", "é"}:
+        place, url = tmp_path / name / "steps", f"gs://bucket/{name}/steps"
+        if name in refused:
+            with pytest.raises(errors.ConfigError, match="which TensorStore"):
+                persistent_root.PersistentRoot.from_path(place)
+        else:
+            path = persistent_root.PersistentRoot.from_path(place).path
+            ocdbt.open_store(path, ocdbt.new_context()).write("key", b"x").result()
+            assert "manifest.ocdbt" in tree(place)
+        if name in not_in_urls:
+            with pytest.raises(errors.ConfigError, match="which TensorStore"):
+                ocdbt.base_spec(url)
+        else:
+            assert ts.KvStore.Spec(ocdbt.base_spec(url)).path == f"{name}/steps/"
+
+
 @pytest.mark.parametrize("small_bytes", [ocdbt._SMALL_BYTES, -1])
 def test_what_is_stored_is_what_tensorstore_stores(small_bytes, tmp_path, monkeypatch):
     # Small chunks are encoded here, large ones by TensorStore.

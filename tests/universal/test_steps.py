@@ -28,9 +28,8 @@ RULE = {
 SIZES = {"heads": {"value": "config/heads", "default": 2}}
 SCAN = Layout.from_dict({"rules": [RULE], "sizes": SIZES}, name="scan.yml")
 SHARDED = NamedSharding(MESH, PartitionSpec("data"))
-SCANNED = {
-    "layers": {"w": jax.ShapeDtypeStruct((4, 3, 8), np.float32, sharding=SHARDED)}
-}
+W = jax.ShapeDtypeStruct((4, 3, 8), np.float32, sharding=SHARDED, weak_type=True)
+SCANNED = {"layers": {"w": W}}
 STACKED = np.stack([layer["w"].T for layer in STATE.values()], axis=1)
 EXPECTED = STACKED.reshape(4, 3, 2, 4).swapaxes(2, 3).reshape(4, 3, 8)
 
@@ -65,6 +64,7 @@ def load_scanned(checkpointer, step=3, **others):
     array = loaded["state"]["layers"]["w"]
     assert np.asarray(array).tobytes() == EXPECTED.tobytes()
     assert array.sharding == SHARDED
+    assert array.weak_type
     return loaded
 
 

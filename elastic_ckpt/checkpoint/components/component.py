@@ -177,7 +177,9 @@ class Component:
       state: a pytree, or an object with `get_state` and `set_state`, or with
         `state_dict` and `load_state_dict`. The state may contain JAX and NumPy arrays,
         random keys, numbers, strings, bytes, None, and dicts, lists, tuples and other
-        pytrees of these.
+        pytrees of these. A list, which may grow, contains no other pytrees, such as
+        named tuples: a load builds them from those at the same place in the state that
+        it replaces.
       sharing: which hosts have their own state:
 
         * `"global"`: none; host 0 saves the only state, and all hosts load it

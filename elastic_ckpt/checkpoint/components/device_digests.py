@@ -68,7 +68,7 @@ def look(
             )
             for parts in members.values()
         ]
-        rows = np.asarray(_compiled(mesh, is_sample=is_sample)(replicas))
+        rows = jax.device_get(_compiled(mesh, is_sample=is_sample)(replicas))
         for number, words in zip(members, rows.T, strict=True):
             named = zip(devices, words, strict=True)
             looked[number] = {device.id: f"{word:08x}" for device, word in named}
@@ -105,7 +105,7 @@ def differing(leaf: Any) -> Mapping[int, int]:
 
     counts = _on_mesh(count, mesh, sharding.spec, PartitionSpec())(leaf)
     ids = [device.id for device in mesh.devices.flat]
-    return dict(zip(ids, np.asarray(counts).ravel().tolist(), strict=True))
+    return dict(zip(ids, jax.device_get(counts).ravel().tolist(), strict=True))
 
 
 def _on_mesh(

@@ -6,14 +6,15 @@
     {"float": "7ff8000000000000"}           a non-finite float, as its bits
     {"bytes": "AAE="}                       bytes, in base64
     {"numpy": 0}, {"scalar": 0}             a NumPy array or scalar
-    {"array": 0}                            a JAX array
+    {"array": 0}, {"weak": 0}               a JAX array, a weakly typed one
     {"key": 0, "impl": "threefry2x32"}      an array of typed random keys
     {"node": "module.Class", "children": [[name, value], ..]}
                                             any other pytree node
 
 The integers are indices of arrays. A node of any other class, such as an optax named
 tuple, is built from the node at the same place in the current state: nothing is
-imported or unpickled by name.
+imported or unpickled by name. A list has no fixed places, because it may be longer than
+the current state's list, so a node in a list is refused.
 
 The file is an npz archive. Its entry `state` is a `checked_json` file as bytes; the
 entries `0`, `1`, ... are the arrays. Types that NumPy's format lacks, such as bfloat16,
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import os
 import struct
 import zipfile
@@ -35,7 +37,9 @@ import jax
 import numpy as np
 from etils import epath
 from jax.sharding import SingleDeviceSharding
+from numpy.lib import format as stored
 
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import checked_json, digest, errors, storage
 
 VERSION = 1
@@ -45,6 +49,9 @@ _WHAT = "state of a component"
 _DIGEST_LENGTH = 32
 _PIECE_BYTES = 2**20
 _MOST_ATTEMPTS = 10
+# What a load reads under Python's limits for recursion and for digits.
+_MOST_LEVELS = 100
+_MOST_BITS = 14_000
 
 
 class Encoded(NamedTuple):
@@ -95,7 +102,7 @@ def dump(encoded: Encoded, file: IO[bytes]) -> None:
     dtypes = [
         each.dtype.name if each.dtype.isbuiltin == 2 else "" for each in encoded.arrays
     ]
-    stored = {
+    entries = {
         str(number): values.view(f"u{values.itemsize}") if dtype else values
         for number, (values, dtype) in enumerate(
             zip(encoded.arrays, dtypes, strict=True)
@@ -103,7 +110,7 @@ def dump(encoded: Encoded, file: IO[bytes]) -> None:
     }
     fields: dict[str, storage.Json] = {"tree": encoded.tree, "dtypes": [*dtypes]}
     text = checked_json.to_bytes(fields, version=VERSION)
-    np.savez(file, allow_pickle=False, state=np.frombuffer(text, np.uint8), **stored)
+    np.savez(file, allow_pickle=False, state=np.frombuffer(text, np.uint8), **entries)
     with zipfile.ZipFile(file, "a") as archive:
         archive.comment = bytes(_DIGEST_LENGTH)
     value = _file_digest(file)
@@ -168,7 +175,7 @@ def on_host(value: Any) -> Any:
         # Every host has the whole replicated array, so it does not need other hosts.
         local = value if value.is_fully_addressable else value.addressable_data(0)
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-        value = np.asarray(jax.random.key_data(local) if is_key else local)
+        value = jax.device_get(jax.random.key_data(local) if is_key else local)
     return np.array(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
@@ -192,14 +199,21 @@ def _entry(archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     return archive[name]
 
 
-def _encoded(value: Any, path: str, arrays: list[np.ndarray]) -> storage.Json:
+def _encoded(
+    value: Any, path: str, arrays: list[np.ndarray], *, in_list: bool = False
+) -> storage.Json:
     kind = type(value)
+    encoded = functools.partial(_encoded, arrays=arrays, in_list=in_list)
+    if path.count("/") > _MOST_LEVELS:
+        raise _refused(path, f"nested more than {_MOST_LEVELS} levels deep")
     if isinstance(value, jax.Array | np.generic) or kind is np.ndarray:
         arrays.append(on_host(value))
-        return _array(value, path, len(arrays) - 1)
-    if kind in (list, tuple):
-        items = [_encoded(v, f"{path}/{n}", arrays) for n, v in enumerate(value)]
-        return items if kind is list else {"tuple": items}
+        return _array(value, path, len(arrays) - 1, arrays[-1])
+    if kind is list:
+        numbered = enumerate(value)
+        return [_encoded(v, f"{path}/{n}", arrays, in_list=True) for n, v in numbered]
+    if kind is tuple:
+        return {"tuple": [encoded(v, f"{path}/{n}") for n, v in enumerate(value)]}
     if kind is dict:
         pairs: list[storage.Json] = []
         for key, each in value.items():
@@ -207,29 +221,51 @@ def _encoded(value: Any, path: str, arrays: list[np.ndarray]) -> storage.Json:
                 raise _refused(
                     path, f"a dict with the key {key!r} of type {type_name(key)}"
                 )
-            pairs.append([key, _encoded(each, f"{path}/{key}", arrays)])
+            pairs.append([key, encoded(each, f"{path}/{key}")])
         return {"dict": pairs}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is float and not np.isfinite(value):
         return {"float": struct.pack(">d", value).hex()}
+    if kind is int and value.bit_length() > _MOST_BITS:
+        raise _refused(path, f"an integer of more than {_MOST_BITS} bits")
     if value is None or kind in (bool, int, float, str):
         return value
     children = _children(value)
     if children is None:
         raise _refused(path, f"of type {type_name(value)}")
+    if in_list:
+        raise _refused(
+            path,
+            f"a {type_name(value)} in a list, which may be longer than the list of the"
+            " program that loads it",
+        )
     nodes: list[storage.Json] = [
-        [name, _encoded(child, _below(path, name), arrays)]
-        for name, child in children.items()
+        [name, encoded(child, _below(path, name))] for name, child in children.items()
     ]
     return {"node": type_name(value), "children": nodes}
 
 
-def _array(value: Any, path: str, number: int) -> dict[str, storage.Json]:
+def _array(
+    value: Any, path: str, number: int, held: np.ndarray
+) -> dict[str, storage.Json]:
     if not isinstance(value, jax.Array):
         if value.dtype.hasobject:
             raise _refused(path, "an array of Python objects")
-        return {"numpy" if type(value) is np.ndarray else "scalar": number}
+        is_scalar, dtype = isinstance(value, np.generic), value.dtype
+        described = stored.dtype_to_descr(dtype)
+        # NumPy's format lacks some types of fields, and zeros end its scalar texts.
+        if (
+            isinstance(value, np.record)
+            or (is_scalar and held[()].dtype != dtype)
+            or (dtype.isbuiltin != 2 and stored.descr_to_dtype(described) != dtype)
+        ):
+            raise _refused(
+                path,
+                f"of type {type_name(value)} with dtype {dtype}, which NumPy's files"
+                " change",
+            )
+        return {"scalar" if is_scalar else "numpy": number}
     if not (value.is_fully_addressable or value.is_fully_replicated):
         raise errors.CheckpointError(
             f"the state{path} is an array spread across hosts, so it belongs with the"
@@ -237,7 +273,7 @@ def _array(value: Any, path: str, number: int) -> dict[str, storage.Json]:
         )
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return {"key": number, "impl": str(jax.random.key_impl(value))}
-    return {"array": number}
+    return {"weak" if value.weak_type else "array": number}
 
 
 def _children(value: Any) -> dict[str, Any] | None:
@@ -257,8 +293,8 @@ def _refused(path: str, what: str) -> errors.CheckpointError:
     return errors.CheckpointError(
         f"the state{path} is {what}, which a component cannot save. Use arrays,"
         " numbers, strings, bytes, None, and dicts, lists, tuples or other pytrees of"
-        " these; or define get_state, which returns such values, and set_state, which"
-        " accepts them, on the object"
+        " these (in lists, only dicts, lists and tuples); or define get_state, which"
+        " returns such values, and set_state, which accepts them, on the object"
     )
 
 
@@ -311,6 +347,8 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
         case kind, number:
             impl = node.get("impl")
             placed = _placed(arrays[number], current, path, is_key=impl is not None)
+            if kind == "weak":
+                return trees.weakly_typed(placed)
             return jax.random.wrap_key_data(placed, impl=impl) if impl else placed
 
 
@@ -325,7 +363,10 @@ def _placed(array: np.ndarray, current: Any, path: str, *, is_key: bool) -> jax.
         and not isinstance(current.sharding, SingleDeviceSharding)
         and (current.is_fully_replicated if is_key else current.shape == array.shape)
     ):
-        return jax.make_array_from_callback(
-            array.shape, current.sharding, lambda index: array[index]
-        )
-    return jax.numpy.array(array)
+        # A program may have disallowed implicit transfers, such as this one.
+        with jax.transfer_guard("allow"):
+            return jax.make_array_from_callback(
+                array.shape, current.sharding, lambda index: array[index]
+            )
+    # Not `jax.numpy.array`, which rejects a NaN under JAX's debugging flags.
+    return jax.device_put(array, may_alias=False)

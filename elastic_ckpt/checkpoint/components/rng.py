@@ -74,4 +74,6 @@ class Rng(Component):
 
 
 def _folded(key: jax.Array, *numbers: Any) -> jax.Array:
-    return functools.reduce(jax.random.fold_in, numbers, key)
+    # A program may have disallowed implicit transfers, such as those of numbers.
+    with jax.transfer_guard("allow"):
+        return functools.reduce(jax.random.fold_in, numbers, key)

@@ -316,7 +316,7 @@ def _in_host_memory(value: Any, *, is_sample: bool) -> dict[int, str]:
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         value = np.frombuffer(repr(value).encode(), np.uint8)
     shards = value.addressable_shards if isinstance(value, jax.Array) else ()
-    held = {shard.device.id: np.asarray(shard.data) for shard in shards}
+    held = {shard.device.id: jax.device_get(shard.data) for shard in shards}
     held = held or {-1: np.asarray(value)}
     if is_sample:
         held = {n: device_digests.host_sample(each) for n, each in held.items()}

@@ -395,7 +395,7 @@ def _copy(chunks: Sequence[_Chunk], piece: np.ndarray, num_threads: int) -> None
             sent = [_near(chunk) if chunk.is_far else None for chunk in wave]
             copies = []
             for chunk, values in zip(before, arriving, strict=True):
-                values = np.asarray(values if chunk.is_far else _near(chunk))
+                values = jax.device_get(values if chunk.is_far else _near(chunk))
                 memory, begin = piece, offset
                 if chunk.file is not None:
                     memory, begin = chunk.file.memory, 0
@@ -460,21 +460,21 @@ class _Later(NamedTuple):
     is_far: bool = True
 
     def fetch(self) -> np.ndarray:
-        return np.asarray(_near(self))
+        return jax.device_get(_near(self))
 
 
 def _part(shard: Any, within: tuple[slice, ...] | None) -> Any:
     if within is None or isinstance(shard, np.ndarray):
         return shard if within is None else shard[within]
     # Copied to separate memory on the device.
-    start = [each.start for each in within]
+    start = np.array([each.start for each in within])
+    # An argument of a compiled function would be an implicit transfer.
+    start = jax.device_put(start, shard.sharding)
     return _sliced(shard, start, tuple(each.stop - each.start for each in within))
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _sliced(
-    shard: jax.Array, start: Sequence[int], sizes: tuple[int, ...]
-) -> jax.Array:
+def _sliced(shard: jax.Array, start: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     made = jax.lax.dynamic_slice(trees.as_bits(shard), start, sizes)
     return trees.of_bits(made, shard.dtype)
 
@@ -533,7 +533,7 @@ def _shards(path: str, value: Value, memory: Memory) -> Shards:
         holders, is_far = place.holders, place.is_far
         # Not JAX's shard objects, which would need rounds of garbage collection.
         held = [
-            (box, shard(number) if is_far else np.asarray(shard(number)))
+            (box, shard(number) if is_far else jax.device_get(shard(number)))
             for number, box in place.boxes
         ]
         return Shards(place.leaf, place.shard_shape, held, False, holders, is_far)

@@ -219,7 +219,11 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
         )
     sharding = _with_devices(path, leaf.sharding)
     asked = AskedLeaf(
-        path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, sharding=sharding
+        path=path,
+        shape=tuple(leaf.shape),
+        dtype=leaf.dtype,
+        sharding=sharding,
+        finish=weakly_typed if is_weak(leaf) else lambda array: array,
     )
     if not is_key(leaf):
         return asked
@@ -328,10 +332,12 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         if piece == box:
             return placed
         start = [a - b for a, b in zip(piece.start, box.start, strict=True)]
-        for place, part in zip(places[box], placed, strict=True):
-            if not any(start):
-                growing[place] = jnp.empty(box.shape, part.dtype, device=place)
-            growing[place] = _updated(growing[place], part, start)
+        # A program may have disallowed implicit transfers, such as those of numbers.
+        with jax.transfer_guard("allow"):
+            for place, part in zip(places[box], placed, strict=True):
+                if not any(start):
+                    growing[place] = jnp.empty(box.shape, part.dtype, device=place)
+                growing[place] = _updated(growing[place], part, start)
         if piece.stop != box.stop:
             return []
         return [growing.pop(place) for place in places[box]]
@@ -390,6 +396,21 @@ def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed random keys, or its abstract form."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_weak(leaf: Any) -> bool:
+    """Whether a leaf is a weakly typed array, or its abstract form."""
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def weakly_typed(array: Any) -> jax.Array:
+    """The same array with a weak type.
+
+    JAX's functions would compute it, and its debugging flags then reject a NaN.
+    """
+    shards = [shard.data for shard in array.addressable_shards]
+    aval = array.aval.update(weak_type=True)
+    return type(array)(aval, array.sharding, shards, committed=True)
 
 
 def key_impl(key: Any) -> Any:

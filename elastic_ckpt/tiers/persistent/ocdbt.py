@@ -184,7 +184,12 @@ def store_spec(directory: epath.PathLike) -> dict[str, Any]:
 
 
 def base_spec(directory: epath.PathLike) -> str | dict[str, str]:
-    """TensorStore's spec of the files in `directory`, local or in a bucket."""
+    """TensorStore's spec of the files in `directory`, local or in a bucket.
+
+    Raises:
+      ConfigError: if TensorStore cannot have the path.
+    """
+    storage.check_tensorstore(directory)
     url = os.fspath(directory)
     if storage.is_local(url):
         return {"driver": "file", "path": os.path.abspath(url) + "/"}

@@ -74,8 +74,13 @@ class PersistentRoot:
 
     @classmethod
     def from_path(cls, path: epath.PathLike) -> PersistentRoot:
-        """The root at `path`; only local paths and NFS mounts use renames."""
+        """The root at `path`; only local paths and NFS mounts use renames.
+
+        Raises:
+          ConfigError: if TensorStore cannot have the path.
+        """
         root = storage.absolute(path)
+        storage.check_tensorstore(root)
         return cls(path=root, in_place=not storage.is_local(root))
 
     def final(self, step: int) -> epath.Path:

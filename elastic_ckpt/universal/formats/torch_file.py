@@ -20,6 +20,7 @@ import io
 import math
 import os
 import pickle
+import pickletools
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -251,6 +252,10 @@ def decoded(content: bytes, place: str) -> Any:
       FormatError: if the pickle is malformed or truncated.
     """
     try:
+        # Unpicklers allocate memory for every smaller index.
+        for opcode, index, _ in pickletools.genops(content):
+            if "PUT" in opcode.name and index not in range(len(content)):
+                raise ValueError(f"{opcode.name} has index {index}")
         # The buffer reads ahead because a call for each opcode would be slow.
         return _Unpickler(io.BufferedReader(io.BytesIO(content), 1 << 17)).load()
     except Exception as error:

@@ -94,15 +94,20 @@ class Weights:
             listed, values = _read_index(folder / index)
         with futures.ThreadPoolExecutor(_THREADS) as pool:
             contents = list(pool.map(self.read, (folder / name for name in listed)))
+        # Another file may replace a tensor of a file that it is laid over.
+        chosen = {name: file for file, names in listed.items() for name in names}
         tensors: dict[str, StoredTensor] = {}
         for (file, expected), (held, texts) in zip(
             listed.items(), contents, strict=True
         ):
             for tensor in held:
+                if chosen.get(tensor.name, file) != file:
+                    continue
                 if tensors.setdefault(tensor.name, tensor) is not tensor:
                     raise FormatError(
                         f"{folder / file} has {tensor.name}, which is also in another"
-                        " file or dict; pass the path of one file or of an index"
+                        " file or dict; pass the path of one file, or of an index that"
+                        " lists the tensor in the file to read it from"
                     )
             lacking = set(expected).difference(tensor.name for tensor in held)
             if lacking:

@@ -1,23 +1,33 @@
 """States come back with the same bits and types; what cannot be saved is named."""
 
 import collections
+import contextlib
 import dataclasses
+import enum
+import functools
 import io
 import json
 import math
 import pathlib
+import re
 import struct
+import tempfile
 
+import flax
+import hypothesis
 import jax
 import jax.numpy as jnp
 import jsonschema
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint.components import encoding
 from elastic_ckpt.core import errors
+from tests.checkpoint.components.test_component import Component, Turns, load, save
 
 SCHEMAS = pathlib.Path(encoding.__file__).parent / "schemas"
 Nothing = collections.namedtuple("Nothing", "")
@@ -29,6 +39,11 @@ Point = collections.namedtuple("Point", "x y")
 class Params:
     w: object
     b: object
+
+
+@flax.struct.dataclass
+class Cell:
+    value: object
 
 
 def turned(state, current=None):
@@ -45,7 +60,7 @@ def content(state):
 def exact(value):
     """The types and bits of a state, as values that can be compared."""
     kind = type(value)
-    value = vars(value) if kind is Params else value
+    value = vars(value) if kind in (Params, Cell) else value
     if isinstance(value, dict):
         return kind, [(type(key), key, exact(each)) for key, each in value.items()]
     if isinstance(value, list | tuple):
@@ -53,7 +68,8 @@ def exact(value):
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         bits = np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
-        return kind, value.dtype, value.shape, bits
+        weak_type = getattr(value, "weak_type", False) and jax.jit(abs)(value).weak_type
+        return kind, value.dtype, value.shape, bits, weak_type
     return kind, struct.pack("d", value) if kind is float else value
 
 
@@ -73,6 +89,7 @@ def leaves():
         "odd shapes": [np.array(3.5, np.float32), np.zeros((0, 3), np.uint8)],
         "small": [small, small[0], np.array([-8, 7], ml_dtypes.int4), np.float64(0.1)],
         "jax": [jnp.array([1.0, 448.0], jnp.float8_e4m3fn), jnp.arange(4)],
+        "weak": [jnp.asarray(0.5), jnp.asarray(1j), jnp.full((2, 1), -3)],
         "keys": [jax.random.key(3), jax.random.split(jax.random.key(3, impl="rbg"), 2)],
         "nested": {"b": {"": [[-7]]}, "a": (3, [3.0, (None,)]), 7: {}, False: [[], ()]},
     }
@@ -108,7 +125,67 @@ def test_nodes_and_shardings_are_those_of_the_current_state():
         assert ("current state has nothing" in str(raised.value)) == (not lacking)
 
 
+def values_of(dtype):
+    """Arrays and scalars of any bits."""
+    bits = st.binary(min_size=6 * dtype.itemsize, max_size=6 * dtype.itemsize)
+    arrays = bits.map(lambda drawn: np.frombuffer(drawn, dtype).reshape(2, 3))
+    return st.one_of(arrays, arrays.map(lambda array: array[1, 2]))
+
+
+DTYPES = [*"?bBhHiIlLefdgFDG", ">i4", "m8[s]", [("a", "i2"), ("b", "f8")]]
+DTYPES += [ml_dtypes.bfloat16, ml_dtypes.float8_e3m4, ml_dtypes.int4]
+UNSAVED = [1j, enum.IntEnum("Color", "RED").RED, {1}, object(), Params]
+UNSAVED += [msgspec.defstruct("Struct", [])(), {1.5: 0}, {(1, 2): 0}, Point(1, 2)]
+UNSAVED += [np.str_("a\0"), np.array([None]), np.zeros(2, [("a", ml_dtypes.bfloat16)])]
+UNSAVED += [np.rec.array([(1,)], [("a", "i2")])[0]]
+LEAVES = [each for listed in leaves().values() for each in listed]
+LEAVES = st.sampled_from(LEAVES) | st.integers() | st.floats() | st.text() | st.binary()
+LEAVES |= st.sampled_from(DTYPES).flatmap(lambda each: values_of(np.dtype(each)))
+TREES = st.recursive(
+    LEAVES | st.sampled_from(UNSAVED),
+    lambda below: st.one_of(
+        st.lists(below, max_size=3),
+        st.lists(below, max_size=3).map(tuple),
+        st.dictionaries(st.text() | st.integers() | st.none(), below, max_size=3),
+        *(st.builds(Point, below, below), st.builds(Cell, below)),
+    ),
+    max_leaves=5,
+)
+
+
+def at_start(tree):
+    """The state of a program that starts: its lists are empty."""
+    if isinstance(tree, dict):
+        return {key: at_start(each) for key, each in tree.items()}
+    children, structure = jax.tree.flatten(tree, is_leaf=lambda each: each is not tree)
+    if type(tree) is list or any(each is tree for each in children):
+        return []
+    return structure.unflatten(map(at_start, children))
+
+
+@hypothesis.given(tree=TREES)
+def test_a_state_is_loaded_by_any_number_of_hosts_or_refused_by_path(tree):
+    saved = {"a": tree}
+    with contextlib.ExitStack() as stack:
+        turns = Turns(stack.enter_context(pytest.MonkeyPatch.context()))
+        place = stack.enter_context(tempfile.TemporaryDirectory()) + "/c"
+        try:
+            turns.run(4, lambda _: save(Component(saved), place))
+        except errors.CheckpointError as error:
+            why = str(error)
+        else:
+            why = ""
+            for num_hosts in (1, 3):
+                start = Component(at_start(saved))
+                turns.run(num_hosts, lambda _, start=start: load(start, place))
+                same(start.state, saved)
+        assert not why or re.match(
+            r"(?s)the state/a.* is .* component cannot save", why
+        )
+
+
 def test_a_value_that_cannot_be_saved_is_named():
-    for value in (object(), np.array([object()]), {1.5: 0}, {(1, 2): 0}, 1j, {1, 2}):
-        with pytest.raises(errors.CheckpointError, match="the state/a/1 is"):
+    deep = functools.reduce(lambda below, _: [below], range(200), 0)
+    for value in (*UNSAVED, 2**20000, deep):
+        with pytest.raises(errors.CheckpointError, match=r"^the state/a/1.* is "):
             encoding.encode({"a": [0, value]})

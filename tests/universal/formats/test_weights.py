@@ -87,7 +87,8 @@ def test_an_index_has_the_tensors_of_all_its_files_or_is_refused(tmp_path, subte
     path = tmp_path / "model.safetensors.index.json"
     first, second = {"a": numbered(2, 2)}, {"b": numbered(3), "c": numbered(1)}
     safetensors_files.write(tmp_path / "x-1.safetensors", first)
-    safetensors_files.write(tmp_path / "x-2.safetensors", second)
+    # The index decides which file a tensor is read from.
+    safetensors_files.write(tmp_path / "x-2.safetensors", second | {"a": numbered(5)})
     files = {"a": "x-1.safetensors", **dict.fromkeys("bc", "x-2.safetensors")}
     index = {"metadata": {"total_size": 32}, "weight_map": files}
     path.write_text(json.dumps(index))
