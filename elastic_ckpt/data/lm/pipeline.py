@@ -138,7 +138,7 @@ class LanguagePipeline:
         # Text is tokenized after the mixture, so that threads get many documents at a
         # time.
         mixed: grain.IterDataset = mixing.Mixture(make_part, self._weights, shard=shard)
-        return rows.Rows(
+        packed = rows.Rows(
             self._tokens(mixed) if has_texts else mixed,
             length=self.length,
             packing=self.packing,
@@ -149,6 +149,8 @@ class LanguagePipeline:
             truncate=self.truncate,
             vocab_size=0 if has_texts else self.vocab_size,
         )
+        packed.num_shards = self.num_shards
+        return packed
 
     def threads_of_process(self) -> int:
         """The number of tokenizer threads in this process; 0 if threads do not help.

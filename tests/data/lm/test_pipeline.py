@@ -51,6 +51,8 @@ def test_keys_may_be_a_mapping_keywords_or_those_of_a_configuration(corpus, tmp_
         pipeline.from_config(section(corpus, num_logical_shards=8), **keys),
     ):
         assert actual == expected
+    # Rows know how many shards share the memory of their chapters.
+    assert expected.make_shard(1).num_shards == 4
 
 
 def test_without_logical_shards_the_engine_is_the_positional_one(corpus):
