@@ -21,7 +21,6 @@ import numpy as np
 from absl import logging
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import records
 from elastic_ckpt.data import tokens as token_numbers
 from elastic_ckpt.data.lm import chat_templates, tokenizers
 from elastic_ckpt.data.sources import files
@@ -113,14 +112,9 @@ class Conversations:
         if not messages:
             return None
         _warn_of_special_texts(messages, self.tokenizer)
-        try:
-            if self.completion_only:
-                return self.template.render_with_spans(messages)
-            text = self.template.render(messages)
-        except errors.DataError as error:
-            number = element.get(records.RECORD)
-            where = "" if number is None else f"record {number}: "
-            raise errors.DataError(f"{where}{error}") from None
+        if self.completion_only:
+            return self.template.render_with_spans(messages)
+        text = self.template.render(messages)
         # Extends past both ends to include tokens that have no characters.
         return chat_templates.Rendered(text=text, spans=((-1, len(text) + 1),))
 

@@ -284,12 +284,12 @@ class RowsIterator(grain.DatasetIterator[Row]):
             "inputs_position": positions,
             "targets_position": positions.copy(),
         }
-        if self.of.vocab_size and self.of.dtype == np.int32:
-            _check_vocabulary(self.of.vocab_size, inputs, targets)
-        elif min(inputs.min(), targets.min()) < 0:
+        if min(inputs.min(), targets.min()) < 0:
             np.copyto(inputs, ~inputs, where=inputs < 0)
             made["targets_segmentation"][targets < 0] = 0
             targets[targets < 0] = token_numbers.PAD
+        if self.of.vocab_size and self.of.dtype == np.int32:
+            _check_vocabulary(self.of.vocab_size, inputs, targets)
         return made | self.more(rows)
 
     def get_state(self) -> dict[str, Any]:
@@ -640,8 +640,7 @@ def fitted(
 
 def _check_vocabulary(vocab_size: int, *arrays: np.ndarray) -> None:
     for numbers in arrays:
-        # Viewed as unsigned, negative numbers are the largest.
-        is_wrong = numbers.view(np.uint32) >= vocab_size
+        is_wrong = numbers >= vocab_size
         if is_wrong.any():
             raise errors.DataError(
                 f"a document contains token {numbers[is_wrong][0]}, but the model's"

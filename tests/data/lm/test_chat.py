@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records
 from elastic_ckpt.data.lm import chat, chat_templates, pipeline, rows, tokenizers
 from tests import worlds
 from tests.data.lm import test_tokenizers
@@ -223,13 +222,6 @@ def masked(record, text=LINES, **settings):
     (made,) = conversations.tokens([conversations.value(record)])
     assert made.dtype == np.int32
     return made
-
-
-def test_a_conversation_that_is_refused_is_named_by_its_record():
-    refusing = "{{ raise_exception('no') }}"
-    for record, name in (({}, ""), ({records.RECORD: 7}, "record 7: ")):
-        with refused(f"^{name}the chat template rejects"):
-            masked({"messages": CONVERSATIONS[1], **record}, refusing)
 
 
 def test_messages_have_values_of_json_alone_and_whole_characters():

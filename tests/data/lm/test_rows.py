@@ -248,7 +248,7 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
         (np.array([1, 2**40]), {}, f"contains token {2**40}, which does not fit"),
         (np.array([2**31], np.uint32), {}, f"contains token {2**31}, which does not"),
         (np.array([1, 9]), {"vocab_size": 9}, "contains token 9, but .* from 0 to 8"),
-        (np.array([1, -1]), {"vocab_size": 9}, "contains token -1, but"),
+        (np.array([~9, 1]), {"vocab_size": 9}, "contains token 9, but"),
         ({"tokens": np.arange(3)}, {}, "a document to pack is of type dict"),
         (
             {"tokens": np.arange(3), "other": np.arange(3)},
@@ -265,6 +265,9 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
 def test_a_document_that_makes_no_row_is_refused(document, more, message):
     with pytest.raises(errors.DataError, match=message):
         list(rows.Rows(source([document]), length=8, **more))
+    # A token without loss is known by its complement, as in a conversation.
+    (row,) = rows.Rows(source([np.array([5, ~6, 7])]), length=2, vocab_size=8)
+    assert (row["inputs"].tolist(), row["targets"].tolist()) == ([5, 6], [0, 7])
 
 
 HELD = {
