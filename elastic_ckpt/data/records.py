@@ -295,15 +295,14 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         if self._ahead:
             self.set_state(self.get_state())
         of_element = functools.partial(token_numbers.of_element, column=column)
-
-        def convert(block: source.Block, rows: Sequence[int], first: int) -> list[Any]:
-            found = block.tokens(column, rows)
-            if found is not None:
-                return found
-            one = functools.partial(named, of_element)
-            return source.until_error(one, self._elements(block, rows, first))
-
-        return self._next(at_most, convert)
+        one = functools.partial(named, of_element)
+        return self._next(
+            at_most,
+            lambda block, rows, first: (
+                block.tokens(column, rows)
+                or source.until_error(one, self._elements(block, rows, first))
+            ),
+        )
 
     def get_state(self) -> dict[str, Any]:
         """See `grain.DatasetIterator`."""

@@ -125,9 +125,7 @@ class CheckedShards:
                 f"make_shard({shard}) returned {type(made).__name__}, not a"
                 " grain.IterDataset; convert a MapDataset with .to_iter_dataset()"
             )
-        for step in datasets(made):
-            if not isinstance(step, Step):
-                continue
+        for step in (each for each in datasets(made) if isinstance(each, Step)):
             if step.shard not in (None, shard):
                 raise errors.ConfigError(
                     f"make_shard({shard}) contains {step}, which reads a different"

@@ -466,9 +466,9 @@ class RowsIterator(grain.DatasetIterator[Row]):
         # batch.
         level = min(self._number, _LATER)
         wanted = (1 + (self.of.key[1] >> level & 1)) << level
-        most = _OTHER_TOKENS
-        if self.of.packing in (FIRST_FIT, BEST_FIT):
-            most = _FITTED_TOKENS // (self.of.num_shards or 1)
+        is_fitted = self.of.packing in (FIRST_FIT, BEST_FIT)
+        fitted_tokens = _FITTED_TOKENS // (self.of.num_shards or 1)
+        most = fitted_tokens if is_fitted else _OTHER_TOKENS
         num_rows = min(max(most // self.of.length, _LEAST_ROWS), _MOST_ROWS, wanted)
         ended, num_before = False, 0
         while not ended:

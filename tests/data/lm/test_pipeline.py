@@ -161,7 +161,9 @@ def test_files_are_added_to_a_run_as_another_dataset(files, tmp_path):
     )
     one.next()
     one.write(tmp_path)
-    with refused("2.parquet is new.*; to add files to a run, ke", errors.DataError):
+    with refused(
+        "2.parquet is new.*; new files can join an endless run as a", errors.DataError
+    ):
         longer.read(tmp_path)
     # A weight of 0 takes no turn from the others.
     added.read(tmp_path)
@@ -217,14 +219,16 @@ WRITERS = {
         ([7], [2**31], {}, "contains token 2147483648, which does not fit"),
         (None, 7, {"tokenize_train_data": True}, "contains int.*, not text"),
         (messages(""), messages("a"), CHAT, "rejects a conversation: no"),
+        (messages(""), messages(""), CHAT, "has tools, but the chat template does not"),
     ],
 )
 def test_a_value_that_is_no_document_is_named_by_its_file_and_record(
     tmp_path, kind, good, bad, keys, message
 ):
     for name, last in (("a", good), ("b", bad), ("c", good)):
-        table = pa.table({"tokens": [good] * 5 + [last]})
-        WRITERS[kind](tmp_path / name, table)
+        tools = ["f"] if name == "b" and "tools" in message else None
+        table = {"tokens": [good] * 5 + [last], "tools": [None] * 5 + [tools]}
+        WRITERS[kind](tmp_path / name, pa.table(table))
     keys = TOKENS | {"grain_file_type": kind, "num_epoch": 1} | keys
     data = pipeline.from_config(section(f"{tmp_path}/a,1;{tmp_path}/[bc],1", **keys))
     with refused(f"^{tmp_path}/b, record 5: .*{message}", errors.DataError):
