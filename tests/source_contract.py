@@ -218,6 +218,7 @@ class SourceContract:
         if not isinstance(self.expected(1)[0].get(column), tuple):
             is_there = column in self.columns
             match = "not a list of tokens" if is_there else f"no column {column!r}"
+            match = rf"record \d+: .*{match}"
             for _ in range(2):
                 with pytest.raises(errors.DataError, match=match):
                     one.some_tokens(column, 3)

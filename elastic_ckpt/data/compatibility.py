@@ -8,7 +8,9 @@ them through JAX's coordination service.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import platform
 import sys
 from collections.abc import Sequence
@@ -25,8 +27,12 @@ Facts = dict[str, str]
 HOST = "host"
 PIPELINE = "pipeline"
 
-# NumPy is included because it shuffles the records.
-_PACKAGES = ("jax", "jaxlib", "grain", "numpy", "elastic-ckpt")
+# NumPy is included because it shuffles the records; the packages from `tokenizers` on,
+# if installed, because they determine tokens.
+_PACKAGES = (
+    *("jax", "jaxlib", "grain", "numpy", "elastic-ckpt"),
+    *("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pyarrow"),
+)
 # A controller may still be writing its dataset, so the others wait for a day.
 _PATIENCE_SECS = 24 * 3600.0
 
@@ -55,8 +61,12 @@ def local_facts(
 @functools.cache
 def versions() -> Facts:
     """The versions of the packages that determine the order of examples."""
-    # Drops a local suffix, which an image may add ("0.10.0+patched").
-    return {each: metadata.version(each).partition("+")[0] for each in _PACKAGES}
+    found = {}
+    for each in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            # Drops a local suffix, which an image may add ("0.10.0+patched").
+            found[each] = metadata.version(each).partition("+")[0]
+    return found
 
 
 def host_name() -> str:
@@ -82,7 +92,7 @@ def check(facts: Sequence[Facts]) -> None:
     A fact that a host lacks is not compared.
     """
     differing = []
-    for name in facts[0].keys() - {HOST}:
+    for name in {*itertools.chain(*facts)} - {HOST}:
         hosts: dict[str, dict[str, None]] = {}
         for each in facts:
             if name in each:

@@ -115,6 +115,15 @@ class LocalBatches:
     def __iter__(self) -> LocalBatches:
         return self
 
+    def __len__(self) -> int:
+        raise TypeError(
+            "LocalBatches has no length, which PyTorch's DataLoader asks for; use"
+            " ec.data.TorchLoader(batches, ...)"
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
     @property
     def at_end(self) -> bool:
         """Whether the data has ended; if so, `reset` starts another pass."""

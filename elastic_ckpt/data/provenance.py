@@ -68,12 +68,6 @@ class Piece:
     document_tokens: int | None = None
 
 
-class _Number(int):
-    """A record number that carries its dataset's name."""
-
-    dataset: str
-
-
 class FollowedShard:
     """Iterates over the rows of a logical shard as lists of documents.
 
@@ -158,7 +152,7 @@ class FollowedShard:
         """Closes the pipeline."""
         self._rows.close()
 
-    def numbered(self, record: _Number) -> int:
+    def numbered(self, record: records.Number) -> int:
         """Numbers a document, from 1; returns 0 if a different document is watched."""
         document = record.dataset, int(record)
         if self._watched not in (None, document):
@@ -172,18 +166,16 @@ class FollowedShard:
         if document:
             self._num_tokens[document - 1] = num_tokens
 
-    def _tagged(self, dataset: str, number: int) -> _Number:
+    def _tag(self, dataset: str, number: records.Number) -> None:
         self.is_read |= self._watched == (dataset, number)
-        tagged = _Number(number)
-        tagged.dataset = dataset
-        return tagged
+        number.dataset = dataset
 
     def _followed(self, make_shard: shard_steps.MakeShard, shard: int) -> Any:
         # A pipeline with numbered records and with any tokens replaced by IDs.
         made: Any = make_shard(shard)
         for name, each in parts(made).items():
             self.parts.setdefault(name, each)
-            each.tag = functools.partial(self._tagged, name)
+            each.tag = functools.partial(self._tag, name)
         for each in shard_steps.datasets(made):
             if isinstance(each, documents.Tokens):
                 self.is_tokenized = True
@@ -231,7 +223,9 @@ class FollowedShard:
         if number is not None and not isinstance(number, int):
             found = np.ravel(number).tolist()
         only, *others = self.parts
-        is_unknown = others and not all(isinstance(each, _Number) for each in found)
+        is_unknown = others and not all(
+            isinstance(each, records.Number) for each in found
+        )
         if number is None or is_unknown:
             raise errors.DataError(
                 f"{_UNKNOWN}make_shard does not use Tokens, and its rows change or lack"
@@ -258,7 +252,7 @@ class _Documents:
         """The value to encode, and the document number."""
         value = self.of.value(element)
         record = element.get(records.RECORD)
-        if not isinstance(record, _Number):
+        if not isinstance(record, records.Number):
             raise errors.DataError(
                 f"{_UNKNOWN}a function before Tokens drops or changes the field"
                 f" {records.RECORD!r} of Records; make the function return this field"

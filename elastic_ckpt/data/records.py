@@ -8,14 +8,17 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from absl import logging
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import cursors, order, shard_steps
+from elastic_ckpt.data import tokens as token_numbers
 from elastic_ckpt.data.sources import decoded, files, source
+
+T = TypeVar("T")
 
 # The field of an element with its record number, counted over all epochs.
 RECORD = "record"
@@ -80,6 +83,21 @@ class Occurrence:
         return self.epoch, self.taken
 
 
+class Number(int):
+    """A record number that refers to its `Records`; pickled as an int.
+
+    Attributes:
+      of: the `Records` that the record was read from.
+      dataset: the dataset name, if `provenance` sets it.
+    """
+
+    of: Records
+    dataset: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+
 class Records(shard_steps.Step[source.Element]):
     """A `grain.IterDataset` of one shard's records, as dicts of columns.
 
@@ -112,8 +130,8 @@ class Records(shard_steps.Step[source.Element]):
         self._reading = read_options or ReadOptions()
         # See `order.share`.
         self.lead = 0
-        # Replaces the `record` field of each element; `provenance` sets it.
-        self.tag: Callable[[int], int] | None = None
+        # Called with the `record` field of each element; `provenance` sets it.
+        self.tag: Callable[[Number], None] | None = None
 
     def __iter__(self) -> RecordsIterator:
         return RecordsIterator(self)
@@ -144,6 +162,18 @@ def files_of(records: Records) -> tuple[str, ...]:
 def num_bytes(records: Records) -> int:
     """The size of all files together."""
     return sum(i.content.num_bytes for i in source.indexes(records._source))
+
+
+def named(function: Callable[[source.Element], T], element: source.Element) -> T:
+    """Calls `function(element)`; a `DataError` names the file and the record."""
+    try:
+        return function(element)
+    except errors.DataError as error:
+        number = element.get(RECORD)
+        if not isinstance(number, Number):
+            raise
+        file, record, _ = origin(number.of, number)
+        raise errors.DataError(f"{file}, record {record}: {error}") from None
 
 
 def origin(records: Records, number: int) -> tuple[str, int, int]:
@@ -249,7 +279,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             raise StopIteration
         element, tag = self._ahead.pop(), self._records.tag
         if tag is not None:
-            element[RECORD] = tag(element[RECORD])
+            tag(element[RECORD])
         return element
 
     def some(self, at_most: int) -> list[source.Element]:
@@ -264,7 +294,15 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         """
         if self._ahead:
             self.set_state(self.get_state())
-        return self._next(at_most, lambda block, rows, _: block.tokens(column, rows))
+        of_element = functools.partial(token_numbers.of_element, column=column)
+        one = functools.partial(named, of_element)
+        return self._next(
+            at_most,
+            lambda block, rows, first: (
+                block.tokens(column, rows)
+                or source.until_error(one, self._elements(block, rows, first))
+            ),
+        )
 
     def get_state(self) -> dict[str, Any]:
         """See `grain.DatasetIterator`."""
@@ -336,7 +374,8 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
                     " with a field that Records adds; rename the column, or select"
                     " different columns"
                 )
-            element[RECORD] = first + row
+            number = element[RECORD] = Number(first + row)
+            number.of = self._records
         return elements
 
 

@@ -49,7 +49,8 @@ class Step(grain.IterDataset[T]):
 
     Attributes:
       shard: the shard that the step belongs to; None if it is the same for all shards.
-      num_shards: S, if the step belongs to one of S shards.
+      num_shards: S, if the step belongs to one of S shards; `ec.data.sharded` sets it
+        where the step does not.
       describes_parents: whether the settings include the steps before this one.
     """
 
@@ -101,9 +102,15 @@ def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedShards:
-    """A `make_shard` that checks that each pipeline reads the requested shard."""
+    """A `make_shard` that checks that each pipeline reads the requested shard.
+
+    Attributes:
+      make_shard: the user's function.
+      num_shards: S, for steps that lack it.
+    """
 
     make_shard: MakeShard
+    num_shards: int | None = None
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The pipeline of a shard.
@@ -118,12 +125,13 @@ class CheckedShards:
                 f"make_shard({shard}) returned {type(made).__name__}, not a"
                 " grain.IterDataset; convert a MapDataset with .to_iter_dataset()"
             )
-        for step in datasets(made):
-            if isinstance(step, Step) and step.shard not in (None, shard):
+        for step in (each for each in datasets(made) if isinstance(each, Step)):
+            if step.shard not in (None, shard):
                 raise errors.ConfigError(
                     f"make_shard({shard}) contains {step}, which reads a different"
                     " shard; pass make_shard's argument to it as shard="
                 )
+            step.num_shards = step.num_shards or self.num_shards
         return made
 
 

@@ -175,6 +175,7 @@ def sharded(
             ' version 1", and change it when the examples change'
         )
     (number,) = given
+    checked = dataclasses.replace(checked, num_shards=number)
     data = ShardedData(
         make_shard=checked,
         num_shards=number,

@@ -165,15 +165,16 @@ def check_unchanged(changed: Sequence[str]) -> None:
     if changed:
         grown = any(change.endswith(" is new") for change in changed)
         route = (
-            "; to add files to a run, keep the old files as a dataset with the same"
-            " name, and add the new files as a second dataset (set the names with"
-            " grain_train_mixture_config_path)"
+            "new files can join an endless run as a second dataset: keep the old files"
+            " as a dataset with the same name (set the names with"
+            " grain_train_mixture_config_path); otherwise, "
         )
         raise errors.DataError(
             "the data state was saved by a different pipeline ("
             + "; ".join(changed)
-            + "); change the pipeline back, or start a new run"
+            + "); "
             + route * grown
+            + "change the pipeline back, or start a new run"
         )
 
 

@@ -50,7 +50,14 @@ def of_element(element: dict[str, Any], column: str) -> np.ndarray:
       DataError: if the column is missing or does not contain tokens.
     """
     value = in_column(element, column)
-    return narrowed([] if value is None else value, place=f"column {column!r}").copy()
+    numbers = narrowed([] if value is None else value, place=f"column {column!r}")
+    if (least := numbers.min(initial=0)) < 0:
+        raise errors.DataError(
+            f"column {column!r} contains token {least}, but stored tokens are 0 or"
+            " greater; read the column of inputs (train_data_columns in a"
+            " configuration), not that of labels, in which -100 masks tokens"
+        )
+    return numbers.copy()
 
 
 def in_column(element: dict[str, Any], column: str) -> Any:

@@ -10,7 +10,13 @@ from elastic_ckpt.data import compatibility
 from tests.pipelines import sharded
 
 
-@pytest.mark.parametrize("name", ["elastic-ckpt", compatibility.PIPELINE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("elastic-ckpt", compatibility.PIPELINE),
+        *("tokenizers", "sentencepiece", "tiktoken", "jinja2", "pyarrow"),
+    ],
+)
 def test_of_every_fact_that_differs_it_says_which_hosts_have_what(name):
     of_host = compatibility.local_facts(sharded("plain"))
     # A host says it for each of its devices.

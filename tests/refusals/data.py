@@ -1,6 +1,7 @@
 """Mistakes in what data is made of: files, mixtures, pipelines, batches, stages."""
 
 import datetime
+import functools
 import json
 import pathlib
 import sys
@@ -88,9 +89,9 @@ def batch_of(**settings: Any) -> object:
     return batch_size.schedule(data_keys.DataKeys(**settings), world)
 
 
-def turns(content: Any) -> object:
-    made = chat.Conversations(template=TEMPLATE)
-    return made.tokens([made.value({"messages": content})])
+def turns(content: Any, tools: Any = None, **settings: Any) -> object:
+    made = chat.Conversations(template=TEMPLATE, **settings)
+    return made.tokens([made.value({"messages": content, "tools": tools})])
 
 
 def media(*, kind="images", modality="images", shape=(2,), max_per_row=1, **settings):
@@ -207,6 +208,10 @@ REFUSALS = {
         "size=12 cannot be divided evenly among the 8 shards of .* on this mesh",
         global_batch_size=12,
     ),
+    "batches in a loader of PyTorch": row(
+        lambda: len(ec.data.LocalBatches(sharded(), global_batch_size=4)),
+        error=TypeError,
+    )("no length, .*; use ec.data.TorchLoader"),
     "a batch that the ranks do not divide": row(local)(
         "size=4 cannot be divided evenly among 3 ranks; choose", num_ranks=3
     ),
@@ -328,6 +333,18 @@ REFUSALS = {
     "messages of another form": in_turns(
         r"invalid message \(\['from', 'value'\]\); each message must have a role",
         [{"from": "human", "value": "a"}],
+    ),
+    "messages that are nested deeply": in_turns(
+        "a message that is nested too deeply",
+        [{"role": "a", "content": functools.reduce(lambda a, _: [a], range(10**4))}],
+    ),
+    "roles without an assistant": in_turns(
+        r"has the roles \['model', 'user'\], but none is 'assistant', so",
+        [{"role": "user", "content": "a"}, {"role": "model", "content": "a"}],
+        completion_only=True,
+    ),
+    "tools that are none": in_turns(
+        "column 'tools' is not a list of tools", [{"role": "user"}], tools="{"
     ),
     "a message with a date": in_turns(
         "a message that contains date; messages may contain only text, n",

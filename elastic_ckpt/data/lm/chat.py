@@ -21,7 +21,6 @@ import numpy as np
 from absl import logging
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import records
 from elastic_ckpt.data import tokens as token_numbers
 from elastic_ckpt.data.lm import chat_templates, tokenizers
 from elastic_ckpt.data.sources import files
@@ -33,6 +32,9 @@ _BYTES = tokenizers.Bytes()
 _KEYS = "train_data_columns in a configuration"
 # Names of the field with the assistant's reasoning, in order of precedence.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+# Counts the conversations without loss in this process.
+_WITHOUT_LOSS = itertools.count(1)
 
 # MaxText's names for the completion and the prompt, in reverse order.
 _REVERSED = (("completion", "prompt"), ("answer", "question"))
@@ -46,7 +48,8 @@ class Conversations:
     a special token becomes that token anywhere in the template or a message, as in
     Hugging Face's `apply_chat_template`.
 
-    A conversation in which no token has loss yields no example.
+    A conversation in which no token has loss yields no example; the log counts them.
+    If a record has a field `tools`, a list or its JSON, the template renders it.
 
     Attributes:
       columns: the name of the column with the messages, each with `role` and `content`;
@@ -54,12 +57,15 @@ class Conversations:
       template: the template that renders the messages.
       tokenizer: a `Bytes` tokenizer, or one loaded from a `tokenizer.json`.
       completion_only: whether only the assistant's tokens have loss.
+      length: the number of tokens per row, if `Rows` truncates conversations to it, so
+        that later tokens have no loss; 0 if it does not.
     """
 
     columns: tuple[str, ...] = ("messages",)
     template: chat_templates.ChatTemplate
     tokenizer: tokenizers.Tokenizer = _BYTES
     completion_only: bool = False
+    length: int = 0
 
     def __post_init__(self) -> None:
         columns = files.names(self.columns, argument="Conversations: columns")
@@ -87,6 +93,7 @@ class Conversations:
             "train_data_columns": self.column,
             "tokenizer": self.tokenizer.identity(),
             "chat_template": self.template.identity(),
+            "max_target_length": self.length,
         }
 
     def messages(self, element: dict[str, Any]) -> Messages:
@@ -112,15 +119,11 @@ class Conversations:
         messages = self.messages(element)
         if not messages:
             return None
-        _warn_of_special_texts(messages, self.tokenizer)
-        try:
-            if self.completion_only:
-                return self.template.render_with_spans(messages)
-            text = self.template.render(messages)
-        except errors.DataError as error:
-            number = element.get(records.RECORD)
-            where = "" if number is None else f"record {number}: "
-            raise errors.DataError(f"{where}{error}") from None
+        tools = _tools(element)
+        _warn_of_special_texts([*messages, *tools], self.tokenizer)
+        if self.completion_only:
+            return self.template.render_with_spans(messages, tools=tools)
+        text = self.template.render(messages, tools=tools)
         # Extends past both ends to include tokens that have no characters.
         return chat_templates.Rendered(text=text, spans=((-1, len(text) + 1),))
 
@@ -129,18 +132,20 @@ class Conversations:
     ) -> list[np.ndarray]:
         """The tokens of each conversation, int32; `~token` if excluded from the loss.
 
-        The array is empty for None and for a conversation in which no token has loss.
+        The array is empty for None and for a conversation without loss.
         """
         texts = [value.text for value in values if value is not None]
         encoded = iter(cast(Any, self.tokenizer).encode_with_spans(texts))
         return [
-            _NO_TOKENS if value is None else _masked(next(encoded), value.spans)
+            _NO_TOKENS
+            if value is None
+            else _masked(next(encoded), value.spans, self.length)
             for value in values
         ]
 
 
 def _masked(
-    encoded: tokenizers.Encoded, spans: Sequence[tuple[int, int]]
+    encoded: tokenizers.Encoded, spans: Sequence[tuple[int, int]], length: int
 ) -> np.ndarray:
     # A token has loss if it overlaps a span.
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
@@ -149,7 +154,15 @@ def _masked(
     # span, one at infinity.
     number = np.searchsorted(ends, first, side="right")
     counts = np.append(begins, np.iinfo(np.int64).max)[number] < stop
-    if not counts.any():
+    # The first token is not a target.
+    if not counts[1 : length + 1 if length else None].any():
+        logging.log_every_n(
+            logging.WARNING,
+            "%d conversations so far were left out, because none of their tokens that"
+            " fit into a row has loss",
+            1000,
+            next(_WITHOUT_LOSS),
+        )
         return _NO_TOKENS
     return np.where(counts, encoded.tokens, ~encoded.tokens)
 
@@ -171,6 +184,19 @@ def _warn_of_special_texts(messages: Messages, tokenizer: Any) -> None:
 def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
     # With no texts, the pattern matches nothing.
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+
+def _tools(element: Mapping[str, Any]) -> Messages:
+    # As in Hugging Face's trainers: a list, or the JSON of a list.
+    value = element.get("tools")
+    try:
+        value = json.loads(value or "[]") if isinstance(value, str | bytes) else value
+        return _plain({"tools": list(value or ())}, "tools")["tools"]
+    except (TypeError, ValueError) as error:
+        raise errors.DataError(
+            f"column 'tools' is not a list of tools, or its JSON ({error}); correct the"
+            " record"
+        ) from None
 
 
 def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:

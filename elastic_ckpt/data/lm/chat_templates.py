@@ -31,6 +31,8 @@ from elastic_ckpt.data.lm import tokenizers
 Message = dict[str, Any]
 
 ASSISTANT = "assistant"
+# Roles whose text has no loss.
+_OTHER_ROLES = {"system", "developer", "user", "tool", "function", "ipython"}
 
 # Template files next to a tokenizer's file, in order of precedence.
 _FILES = ("chat_template.jinja", "tokenizer_config.json")
@@ -87,42 +89,62 @@ class ChatTemplate:
         }
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        add_generation_prompt: bool = False,
     ) -> str:
         """Renders a conversation as text.
 
         Args:
           messages: dicts of JSON types with `role` and `content`.
+          tools: descriptions of the tools that the assistant may call, as JSON types.
           add_generation_prompt: whether to end the text with the beginning of an
             assistant turn.
 
         Raises:
-          DataError: if the template rejects the conversation or has an error.
+          DataError: if the template rejects the conversation, has an error, does not
+            render tools, or would render lists of content as Python.
         """
-        return self._rendered(messages, add_generation_prompt).text
+        return self._rendered(messages, tools, add_generation_prompt).text
 
-    def render_with_spans(self, messages: Sequence[Message]) -> Rendered:
+    def render_with_spans(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] = ()
+    ) -> Rendered:
         """Renders a conversation and finds the assistant's passages.
 
         Raises:
           DataError: see `render`; also if the template does not show which passages are
-            the assistant's.
+            the assistant's, or if the assistant has an unknown role.
         """
-        whole = self._rendered(messages, False)
+        whole = self._rendered(messages, tools, False)
         if _GENERATION.search(self.text):
             return whole
-        text = whole.text
+        text, roles = whole.text, [message.get("role") for message in messages]
+        if ASSISTANT not in roles and not _OTHER_ROLES.issuperset(roles):
+            raise errors.DataError(
+                f"a conversation has the roles {sorted({*map(str, roles)})}, but none"
+                f" is {ASSISTANT!r}, so none of its tokens would have loss; rename the"
+                " assistant's role in the records"
+            )
         turns = []
-        for number, message in enumerate(messages):
-            if message.get("role") == ASSISTANT:
-                begin = self._begin(messages[:number], text, prompt=True)
-                end = self._begin(messages[: number + 1], text, prompt=False)
-                turns.append((begin, end))
+        for number in [n for n, role in enumerate(roles) if role == ASSISTANT]:
+            begin = self._begin(messages[:number], tools, text, prompt=True)
+            end = self._begin(messages[: number + 1], tools, text, prompt=False)
+            turns.append((begin, end))
         return Rendered(text=text, spans=tuple(turns))
 
-    def _begin(self, messages: Sequence[Message], text: str, *, prompt: bool) -> int:
+    def _begin(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        text: str,
+        *,
+        prompt: bool,
+    ) -> int:
         # The length of the first messages in the rendered conversation.
-        begin = self.render(messages, add_generation_prompt=prompt)
+        begin = self.render(messages, tools=tools, add_generation_prompt=prompt)
         if not text.startswith(begin):
             raise errors.DataError(
                 "the chat template renders the first"
@@ -135,13 +157,22 @@ class ChatTemplate:
         return len(begin)
 
     def _rendered(
-        self, messages: Sequence[Message], add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        add_generation_prompt: bool,
     ) -> Rendered:
+        if tools and "tools" not in self.text:
+            raise errors.DataError(
+                "a conversation has tools, but the chat template does not render them;"
+                " use a template that does (chat_template_path in a configuration), or"
+                " drop the field 'tools' from the records"
+            )
         try:
             marked = _compiled(self.text).render(
                 **self.special_tokens,
-                messages=list(messages),
-                tools=None,
+                messages=[_guarded(each) for each in messages],
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 raise_exception=_refuse,
@@ -156,6 +187,32 @@ class ChatTemplate:
                 " messages"
             ) from None
         return _without_marks(marked)
+
+
+class _Unprintable:
+    def __str__(self) -> str:
+        raise errors.DataError(
+            "the chat template renders content that is a list of parts as Python code;"
+            " use a template that renders parts (chat_template_path in a"
+            " configuration), or make each content a string"
+        )
+
+
+class _Parts(_Unprintable, list[Any]):
+    """A message's content as a list."""
+
+
+class _Part(_Unprintable, dict[str, Any]):
+    """A part of a message's content."""
+
+
+def _guarded(message: Message) -> Message:
+    # Jinja would render a list or dict as its `str`, which would be trained on.
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = (_Part(part) if isinstance(part, dict) else part for part in content)
+    return {**message, "content": _Parts(parts)}
 
 
 def load_chat_template(

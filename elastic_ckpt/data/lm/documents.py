@@ -190,7 +190,7 @@ class _TokensIterator(shard_steps.Elements[np.ndarray]):
             return cast(Any, self._parent).some_tokens(self._column, at_most)
         documents = self._documents
         found = shard_steps.take(self._parent, at_most)
-        values = [documents.value(each) for each in found]
+        values = [records.named(documents.value, each) for each in found]
         if not self._num_threads or len(values) <= _OF_A_THREAD:
             return documents.tokens(values)
         parts = _pool(self._num_threads).map(

@@ -9,11 +9,13 @@ that JAX needs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grain
 import numpy as np
+import xxhash
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import tokens as token_numbers
@@ -172,6 +174,13 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         # The last token is also an input; its target has no loss.
         tokens = np.append(tokens, np.int32(~token_numbers.PAD))
         return _Document(parts, tokens, media)
+
+    def _digest(self, held: lm_rows.Held) -> str:
+        digest = xxhash.xxh3_64(super()._digest(held).encode())
+        for document in held.documents:
+            for _, medium in itertools.chain(*document.media.values()):
+                digest.update(medium.data)
+        return digest.hexdigest() if held.documents else ""
 
     def cut(self, held: lm_rows.Held, first: int, stop: int) -> list[Any]:
         del stop  # documents are never split

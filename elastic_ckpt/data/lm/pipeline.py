@@ -138,7 +138,7 @@ class LanguagePipeline:
         # Text is tokenized after the mixture, so that threads get many documents at a
         # time.
         mixed: grain.IterDataset = mixing.Mixture(make_part, self._weights, shard=shard)
-        return rows.Rows(
+        packed = rows.Rows(
             self._tokens(mixed) if has_texts else mixed,
             length=self.length,
             packing=self.packing,
@@ -149,6 +149,8 @@ class LanguagePipeline:
             truncate=self.truncate,
             vocab_size=0 if has_texts else self.vocab_size,
         )
+        packed.num_shards = self.num_shards
+        return packed
 
     def threads_of_process(self) -> int:
         """The number of tokenizer threads in this process; 0 if threads do not help.
@@ -345,7 +347,8 @@ def _parts(data: data_keys.DataKeys, *, key: str = _TRAIN_FILES) -> tuple[Part, 
         mixture = datasets.from_file(data.grain_train_mixture_config_path)
     else:
         mixture = datasets.from_list(getattr(data, key), key=key)
-    settings: dict[str, Any] = {"columns": _columns(data)}
+    # A conversation may have tools beside its columns.
+    settings: dict[str, Any] = {"columns": () if data.use_sft else _columns(data)}
     if data.grain_file_type in _OF_RECORDS:
         settings["record_format"] = data.grain_record_format
     if data.grain_file_type == "text":
@@ -433,6 +436,7 @@ def _documents(data: data_keys.DataKeys) -> lm_documents.Encoder:
         ),
         tokenizer=tokenizer,
         completion_only=data.sft_train_on_completion_only,
+        length=data.max_target_length if data.use_truncation else 0,
     )
 
 

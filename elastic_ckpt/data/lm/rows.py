@@ -37,10 +37,15 @@ FEATURES = (
     "targets_position",
 )
 
-# Minimum number of rows in a chapter: 48 rows are 97% full. Fewer if 48 rows have more
-# than `_CHAPTER_TOKENS` tokens.
+# The number of rows in a chapter: 48 rows of whole documents are 95% to 99% full. A
+# chapter has fewer if 48 rows are too long. If documents stay whole, the chapters of
+# all shards share `_FITTED_TOKENS`, 1 GiB if one host runs them all. If not, rows are
+# full anyway, and a resumed run rereads less than `_OTHER_TOKENS` of each shard.
 _MOST_ROWS, _LEAST_ROWS = 48, 4
-_CHAPTER_TOKENS = 2**17
+_FITTED_TOKENS, _OTHER_TOKENS = 2**28, 2**17
+# The part of a row that a chapter of whole documents leaves free, because they rarely
+# fill rows completely.
+_FREE = 0.02
 # Maximum number of documents read at a time.
 _GROUP = 4096
 # From this chapter on, all chapters have the same length.
@@ -279,12 +284,12 @@ class RowsIterator(grain.DatasetIterator[Row]):
             "inputs_position": positions,
             "targets_position": positions.copy(),
         }
-        if self.of.vocab_size and self.of.dtype == np.int32:
-            _check_vocabulary(self.of.vocab_size, inputs, targets)
-        elif min(inputs.min(), targets.min()) < 0:
+        if min(inputs.min(), targets.min()) < 0:
             np.copyto(inputs, ~inputs, where=inputs < 0)
             made["targets_segmentation"][targets < 0] = 0
             targets[targets < 0] = token_numbers.PAD
+        if self.of.vocab_size and self.of.dtype == np.int32:
+            _check_vocabulary(self.of.vocab_size, inputs, targets)
         return made | self.more(rows)
 
     def get_state(self) -> dict[str, Any]:
@@ -461,8 +466,10 @@ class RowsIterator(grain.DatasetIterator[Row]):
         # batch.
         level = min(self._number, _LATER)
         wanted = (1 + (self.of.key[1] >> level & 1)) << level
-        num_rows = min(max(_CHAPTER_TOKENS // self.of.length, _LEAST_ROWS), _MOST_ROWS)
-        num_rows = min(num_rows, wanted)
+        is_fitted = self.of.packing in (FIRST_FIT, BEST_FIT)
+        fitted_tokens = _FITTED_TOKENS // (self.of.num_shards or 1)
+        most = fitted_tokens if is_fitted else _OTHER_TOKENS
+        num_rows = min(max(most // self.of.length, _LEAST_ROWS), _MOST_ROWS, wanted)
         ended, num_before = False, 0
         while not ended:
             sizes = self._sizes()
@@ -489,12 +496,17 @@ class RowsIterator(grain.DatasetIterator[Row]):
         at, sizes = held.starts, self._sizes()
         at[:1] += self._used
         num_whole = len(sizes)
-        if self._is_cut and not ended:
-            # Inputs that do not fill a row go to the next chapter.
+        if self.of.packing and not ended:
+            # What would begin one more row goes to the next chapter.
             ends = np.cumsum(sizes)
             kept = int(ends[-1]) // length * length
-            num_whole = int(np.searchsorted(ends, kept, side="right"))
-            sizes = np.diff(np.minimum(ends, kept), prepend=0)
+            if self._is_cut:
+                num_whole = int(np.searchsorted(ends, kept, side="right"))
+                sizes = np.diff(np.minimum(ends, kept), prepend=0)
+            else:
+                kept -= int(_FREE * length)
+                num_whole = max(1, int(np.searchsorted(ends, kept, side="right")))
+                at, sizes = at[:num_whole], sizes[:num_whole]
         used = int(sizes[num_whole:].sum()) + (0 if num_whole else self._used)
         at, sizes = _split(at, sizes, _ENDLESS if self._is_cut else length)
         if self.of.window:
@@ -628,8 +640,7 @@ def fitted(
 
 def _check_vocabulary(vocab_size: int, *arrays: np.ndarray) -> None:
     for numbers in arrays:
-        # Viewed as unsigned, negative numbers are the largest.
-        is_wrong = numbers.view(np.uint32) >= vocab_size
+        is_wrong = numbers >= vocab_size
         if is_wrong.any():
             raise errors.DataError(
                 f"a document contains token {numbers[is_wrong][0]}, but the model's"

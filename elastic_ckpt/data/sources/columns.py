@@ -66,12 +66,12 @@ class Columns(source.Block):
             for row in zip(*values, strict=True)
         ]
 
-    def tokens(self, column: str, rows: Sequence[int]) -> list[np.ndarray]:
+    def tokens(self, column: str, rows: Sequence[int]) -> list[np.ndarray] | None:
         """See `Block`."""
         lists = self._columns.get(column)
-        if isinstance(lists, _Numbers) and lists.held.dtype in _TOKEN_TYPES:
+        if isinstance(lists, _Numbers) and lists.are_tokens:
             return lists.views(rows)
-        return super().tokens(column, rows)
+        return None
 
 
 def checked(
@@ -105,6 +105,8 @@ class _Numbers:
         self._dtype = held.dtype
         is_kept = is_mapped and held.dtype in _TOKEN_TYPES
         self.held = held if is_kept else _narrowed(held)
+        # Whether all numbers may be tokens.
+        self.are_tokens = self.held.dtype in _TOKEN_TYPES and held.min(initial=0) >= 0
         # Memoryviews return Python ints, which slice twice as fast as NumPy's.
         self._begins = (offsets[:-1] - first).data
         self._ends = (offsets[1:] - first).data

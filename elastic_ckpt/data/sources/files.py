@@ -81,11 +81,19 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
 
     Raises:
       DataError: if a pattern matches nothing. The message includes the pattern.
-      ConfigError: if two patterns match the same file.
+      ConfigError: if two patterns match the same file, or if a pattern with brackets is
+        itself the name of a file that it does not match.
     """
     matched: dict[str, str] = {}
     for pattern in _patterns(patterns):
         matches = list(map(absolute_path, _matches(pattern)))
+        if "[" in pattern and not {*matches}.issuperset(
+            map(absolute_path, _matches(glob.escape(pattern)))
+        ):
+            raise errors.ConfigError(
+                f"{key}: brackets in {pattern} match one of the characters in them, so"
+                f" the file of this name is not read; write {glob.escape(pattern)}"
+            )
         if not matches:
             raise errors.DataError(
                 f"{key}: {pattern} matches no files; check the path, or write a file"

@@ -10,11 +10,12 @@ import abc
 import codecs
 import dataclasses
 import functools
+import gzip
 import io
 import itertools
 import json
-import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -23,8 +24,8 @@ import numpy as np
 from elastic_ckpt.core import extras, storage
 from elastic_ckpt.data.sources import decoded, files, source
 
-# The compression of a file, by file suffix.
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+# The suffixes of compressed files.
+_GZIP, _ZSTD = ".gz", ".zst"
 # The approximate number of bytes decompressed at a time.
 _BUFFER_BYTES = 256 * 1024
 TEXT_COLUMN = "text"
@@ -81,9 +82,9 @@ class LineFiles(source.WalkedFiles):
                     self._check(text)
                 last = text
                 yield end - len(text), text
-        except OSError as error:
-            # Arrow's error for bytes that it cannot decompress has no errno.
-            if error.errno is not None:
+        except (OSError, EOFError, zlib.error) as error:
+            # An error for bytes that cannot be decompressed has no errno.
+            if getattr(error, "errno", None) is not None:
                 raise
             raise source.LostError(f"{error}; later records cannot be read") from None
         if is_whole and last:
@@ -199,13 +200,18 @@ def _value(value: Any) -> Any:
 
 
 def _is_compressed(file: str) -> bool:
-    return os.path.splitext(file.lower())[1] in _COMPRESSED
+    return file.lower().endswith((_GZIP, _ZSTD))
 
 
 def _decompressed(file: str, stream: BinaryIO) -> BinaryIO:
-    if not _is_compressed(file):
+    if file.lower().endswith(_GZIP):
+        # Arrow rejects the zeros with which tapes and block devices end.
+        read: Any = gzip.GzipFile(fileobj=stream)
+    elif _is_compressed(file):
+        arrow = extras.module(
+            "pyarrow", extra="parquet", otherwise="decompress it first"
+        )
+        read = arrow.CompressedInputStream(arrow.PythonFile(stream, "r"), "zstd")
+    else:
         return stream
-    arrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it first")
-    kind = _COMPRESSED[os.path.splitext(file.lower())[1]]
-    read: Any = arrow.CompressedInputStream(arrow.PythonFile(stream, "r"), kind)
     return io.BufferedReader(read, _BUFFER_BYTES)

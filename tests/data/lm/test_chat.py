@@ -8,7 +8,6 @@ with and without a generation prompt, or the error; and the tokens, with
 `return_assistant_tokens_mask` for the template with `{% generation %}` blocks.
 """
 
-import functools
 import json
 import pathlib
 import re
@@ -20,7 +19,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records
 from elastic_ckpt.data.lm import chat, chat_templates, pipeline, rows, tokenizers
 from tests import worlds
 from tests.data.lm import test_tokenizers
@@ -225,13 +223,6 @@ def masked(record, text=LINES, **settings):
     return made
 
 
-def test_a_conversation_that_is_refused_is_named_by_its_record():
-    refusing = "{{ raise_exception('no') }}"
-    for record, name in (({}, ""), ({records.RECORD: 7}, "record 7: ")):
-        with refused(f"^{name}the chat template rejects"):
-            masked({"messages": CONVERSATIONS[1], **record}, refusing)
-
-
 def test_messages_have_values_of_json_alone_and_whole_characters():
     message = {
         "role": "user",
@@ -273,6 +264,45 @@ def test_a_conversation_of_which_nothing_counts_makes_no_example():
         {"prompt": None, "completion": "x"},
     ):
         assert not len(masked(record, columns=tuple(record)))
+    # A row of 5 tokens ends before the answer of this one.
+    cut = {"messages": messages("x", "yz")}
+    assert [len(masked(cut, length=n)) for n in (0, 6, 5)] == [9, 9, 0]
+
+
+LIST = "{% for m in messages %}{% for c in m.content %}BODY{% endfor %}{% endfor %}"
+WHOLE = "{% for m in messages %}BODY{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LIST.replace("BODY", "{{ c.text }}"), "a"),
+        (WHOLE.replace("BODY", "{{ m.content | tojson }}"), '[{"text": "a"}]'),
+        (LIST.replace("BODY", "{{ c }}"), None),
+        *(
+            (WHOLE.replace("BODY", "{{ " + body + " }}"), None)
+            for body in ("m.content", "'' ~ m['content']", "m.content | trim")
+        ),
+    ],
+)
+def test_content_in_parts_is_rendered_by_what_knows_parts_alone(text, expected):
+    parts = [{"role": "user", "content": [{"text": "a"}]}]
+    if expected is not None:
+        assert template(text).render(parts) == expected
+        return
+    with refused("a list of parts as Python code; use a template that renders"):
+        template(text).render(parts)
+
+
+@pytest.mark.parametrize("given", [[{"name": "f"}], '[{"name": "f"}]', None, "", []])
+def test_a_conversation_is_rendered_with_its_tools(given):
+    made = masked(
+        {"messages": messages("x", "y"), "tools": given},
+        "{% if tools %}{{ tools[0].name }}{% endif %}" + LINES,
+    )
+    text = text_of(np.where(made < 0, ~made, made))
+    assert text == "f" * bool(given) + "u:x\na:y\n"
+    assert text_of(made[made >= 0]) == "y\n"
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
@@ -296,15 +326,10 @@ def test_the_text_of_a_special_token_in_a_message_is_warned_of(tmp_path, monkeyp
     assert (number, text) == (1, "</s>")
 
 
-def test_a_message_that_is_nested_too_deeply_is_refused():
-    content = functools.reduce(lambda inner, _: [inner], range(10_000), [])
-    with refused("a message that is nested too deeply"):
-        masked({"messages": messages(content)})
-
-
 @pytest.mark.parametrize("packing", ["", rows.FIRST_FIT, rows.BEST_FIT])
 def test_rows_have_every_conversation_and_what_counts_of_it(tmp_path, packing):
-    table = pa.table({"messages": CONVERSATIONS})
+    # Of the last one, no answer fits into a row.
+    table = pa.table({"messages": [*CONVERSATIONS, messages("x" * 70, "y")]})
     pq.write_table(table, tmp_path / "a", row_group_size=7)
     keys = {
         "grain_train_files": tmp_path / "a",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt import data
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import local_batches
 from elastic_ckpt.data.lm import multimodal
 from tests.data.lm.test_rows import source
@@ -110,6 +111,14 @@ def test_each_medium_is_in_one_row_and_states_go_on_without_media(packing):
         if getattr(part, "modality", "") == "images"
     ]
     assert sorted(shown) == sorted(expected)
+
+
+def test_documents_whose_media_have_changed_are_refused():
+    one, same, other = (iter(packed([[[1, 2], image(n)]] * 9)) for n in (1, 1, 2))
+    next(one)
+    same.set_state(one.get_state())
+    with pytest.raises(errors.DataError, match=r"the documents .* have changed"):
+        other.set_state(one.get_state())
 
 
 def test_a_document_that_is_too_long_ends_before_a_medium_that_does_not_fit():

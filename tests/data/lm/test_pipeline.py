@@ -5,6 +5,8 @@ import pathlib
 
 import grain
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import elastic_ckpt as ec
@@ -51,6 +53,8 @@ def test_keys_may_be_a_mapping_keywords_or_those_of_a_configuration(corpus, tmp_
         pipeline.from_config(section(corpus, num_logical_shards=8), **keys),
     ):
         assert actual == expected
+    # Rows know how many shards share the memory of their chapters.
+    assert expected.make_shard(1).num_shards == 4
 
 
 def test_without_logical_shards_the_engine_is_the_positional_one(corpus):
@@ -157,7 +161,9 @@ def test_files_are_added_to_a_run_as_another_dataset(files, tmp_path):
     )
     one.next()
     one.write(tmp_path)
-    with refused("2.parquet is new.*; to add files to a run, ke", errors.DataError):
+    with refused(
+        "2.parquet is new.*; new files can join an endless run as a", errors.DataError
+    ):
         longer.read(tmp_path)
     # A weight of 0 takes no turn from the others.
     added.read(tmp_path)
@@ -188,6 +194,46 @@ def test_a_token_that_the_model_does_not_have_is_refused(corpus, tmp_path):
             pipeline.from_config(keys, vocab_size=258)
     with refused(message):
         pipeline.eval_from_config(keys, global_batch_size=4, vocab_size=258)
+
+
+def messages(content):
+    return [{"role": "user", "content": content}]
+
+
+REFUSING = "{% if messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+CHAT = {"use_sft": True, "chat_template": REFUSING, "tokenize_train_data": True}
+WRITERS = {
+    "jsonl": lambda path, table: path.write_text(
+        "".join(json.dumps(each) + "\n" for each in table.to_pylist())
+    ),
+    "parquet": lambda path, table: pq.write_table(table, path),
+    "arrow": lambda path, table: pa.ipc.new_stream(path, table.schema).write(table),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize(
+    ("good", "bad", "keys", "message"),
+    [
+        ([7], [7, -100], {}, "contains token -100, but .* not that of labels"),
+        ([7], [2**31], {}, "contains token 2147483648, which does not fit"),
+        (None, 7, {"tokenize_train_data": True}, "contains int.*, not text"),
+        (messages(""), messages("a"), CHAT, "rejects a conversation: no"),
+        (messages(""), messages(""), CHAT, "has tools, but the chat template does not"),
+    ],
+)
+def test_a_value_that_is_no_document_is_named_by_its_file_and_record(
+    tmp_path, kind, good, bad, keys, message
+):
+    for name, last in (("a", good), ("b", bad), ("c", good)):
+        tools = ["f"] if name == "b" and "tools" in message else None
+        table = {"tokens": [good] * 5 + [last], "tools": [None] * 5 + [tools]}
+        WRITERS[kind](tmp_path / name, pa.table(table))
+    keys = TOKENS | {"grain_file_type": kind, "num_epoch": 1} | keys
+    data = pipeline.from_config(section(f"{tmp_path}/a,1;{tmp_path}/[bc],1", **keys))
+    with refused(f"^{tmp_path}/b, record 5: .*{message}", errors.DataError):
+        for _ in local_batches.LocalBatches(data, global_batch_size=4):
+            pass
 
 
 def test_a_corrupt_row_group_ends_the_run_or_is_left_out(tmp_path):

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt import data as ec_data
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import (
-    mixing,
-    shard_rows,
-)
+from elastic_ckpt.data import mixing, shard_rows
 from elastic_ckpt.data.lm import rows
 from tests import pipelines, worlds
 
@@ -139,13 +137,40 @@ def test_a_piece_goes_into_the_first_row_with_room_or_the_fullest(packing, expec
     assert [[number for number, _ in row] for row in fitted] == [[0, 2, 3], [1]]
 
 
-def test_rows_are_as_full_as_they_should_be():
-    generator = np.random.default_rng(1)
-    sizes = np.minimum(generator.exponential(500, 4000), 2048).astype(int) + 2
-    for packing in (rows.FIRST_FIT, rows.BEST_FIT):
-        made = list(rows_of(sizes, packing=packing, length=2048))[50:-50]
-        filled = [np.count_nonzero(row["inputs_segmentation"]) for row in made]
-        assert sum(filled) > 0.96 * 2048 * len(made)
+@pytest.mark.parametrize("length", [2**11, 2**13, 2**15, 2**17])
+@pytest.mark.parametrize("packing", [rows.FIRST_FIT, rows.BEST_FIT])
+def test_rows_of_whole_documents_are_full_at_every_length(packing, length):
+    generator, longest = np.random.default_rng(0), np.zeros(length + 1, np.uint16)
+    num_rows = max(144, 2**21 // length)
+    # Documents of a median of 365 tokens, and of a quarter of a row.
+    for median, sigma, least in ((365, 0.8, 0.97), (length / 4, 1, 0.95)):
+        number = 2 * num_rows * length // int(median)
+        sizes = generator.lognormal(np.log(median), sigma, number).astype(int) + 2
+        held = source(longest[:size] for size in sizes)
+        made = iter(rows.Rows(held, packing=packing, length=length))
+        # From row 64 on, chapters are as long as later.
+        pieces = [made.unmade().pieces for _ in range(64 + num_rows)][64:]
+        used = sum(size for _, size in itertools.chain(*pieces))
+        assert used >= least * num_rows * length
+
+
+@pytest.mark.parametrize(("num_shards", "most"), [(8, 48), (512, 16)])
+def test_the_chapters_of_all_shards_take_at_most_a_gibibyte(num_shards, most):
+    length = 2**15
+
+    def make_shard(shard):
+        numbers = grain.MapDataset.range(300 * num_shards)[shard::num_shards]
+        held = numbers.map(lambda _: np.zeros(length // 2, np.int32))
+        made = held.to_iter_dataset(pipelines.IN_CALLER)
+        return rows.Rows(made, length=length, shard=shard)
+
+    data = ec_data.sharded(make_shard, num_shards=num_shards, pipeline="zeros")
+    made, sizes = iter(data.make_shard(num_shards - 1)), collections.Counter()
+    for _ in range(130):
+        made.unmade()
+        sizes[made.chapter] += 1
+    assert max(sizes.values()) == most
+    assert most * length * 4 * num_shards <= 2**30
 
 
 def test_windows_seeds_and_shards_have_orders_of_their_own():
@@ -223,7 +248,7 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
         (np.array([1, 2**40]), {}, f"contains token {2**40}, which does not fit"),
         (np.array([2**31], np.uint32), {}, f"contains token {2**31}, which does not"),
         (np.array([1, 9]), {"vocab_size": 9}, "contains token 9, but .* from 0 to 8"),
-        (np.array([1, -1]), {"vocab_size": 9}, "contains token -1, but"),
+        (np.array([~9, 1]), {"vocab_size": 9}, "contains token 9, but"),
         ({"tokens": np.arange(3)}, {}, "a document to pack is of type dict"),
         (
             {"tokens": np.arange(3), "other": np.arange(3)},
@@ -240,6 +265,9 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
 def test_a_document_that_makes_no_row_is_refused(document, more, message):
     with pytest.raises(errors.DataError, match=message):
         list(rows.Rows(source([document]), length=8, **more))
+    # A token without loss is known by its complement, as in a conversation.
+    (row,) = rows.Rows(source([np.array([5, ~6, 7])]), length=2, vocab_size=8)
+    assert (row["inputs"].tolist(), row["targets"].tolist()) == ([5, 6], [0, 7])
 
 
 HELD = {

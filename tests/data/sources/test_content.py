@@ -145,6 +145,9 @@ def polars():
         (TEXT, ".gz", gz("\n".join(LINES).encode()), LINES),
         (TEXT, ".zst", zstd("\n\n  \n".join(LINES).encode(), asbytes=True), LINES),
         (TEXT, ".gz", gz(b"a\nb") + gz(b"c"), ["a", "bc"]),
+        # Tapes and block devices fill their last block with zeros.
+        (TEXT, ".gz", gz(b"a\n") + bytes(9) + gz(b"b") + bytes(999), ["a", "b"]),
+        (JSON, ".gz", gz(b'{"text": "a"}\n' * 9) + bytes(99_999), ["a"] * 9),
         (TEXT, "", MARK + b"a\nb\n", ["a", "b"]),
         (TEXT, "", MARK + b"\na", ["a"]),
         (TEXT, ".gz", gz(MARK + b"a\nb\n"), ["a", "b"]),
@@ -292,13 +295,28 @@ NO_RECORD = "not a complete tfrecord file .*byte 0; compressed files are not sup
         (PARQUET, parquet_file(MORE) + parquet_file(FEW), ANOTHER),
         (PARQUET, parquet_file(TWICE), "column 'text' occurs twice"),
         (ARRAYS, more_records, "not a complete ArrayRecord file"),
-        (RECORDS, gzip.compress(framed(b"text"), mtime=0), NO_RECORD),
+        (RECORDS, gz(framed(b"text")), NO_RECORD),
     ],
 )
 def test_an_index_refuses_what_it_would_not_read(make, content, match):
     dataset = made(make, content)
     with pytest.raises(errors.DataError, match=f"{re.escape(*dataset.files)}.*{match}"):
         source.indexes(dataset)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        gz(b"a\n") + b"more",
+        gz(b"a\n") + bytes(9) + b"more",
+        gz(b"a\n")[:-1],
+        gz(b"a\n")[:-8] + bytes(8),
+        gz(b"a\n")[:10] + b"more",
+    ],
+)
+def test_a_gzip_file_that_is_cut_altered_or_goes_on_is_refused(content):
+    with pytest.raises(errors.DataError, match=r"gz is not a complete text file"):
+        source.indexes(made(TEXT, content, ".gz"))
 
 
 @pytest.mark.parametrize(

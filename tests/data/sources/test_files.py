@@ -36,6 +36,18 @@ def test_a_pattern_that_matches_no_file_is_named(root, missing):
         files.find_files(f"{root}/a1,{root}/{missing}", key="a_key")
 
 
+@pytest.mark.parametrize("others", [(), ("x1",)])
+def test_a_file_whose_name_is_a_pattern_is_read_or_refused(root, others):
+    for name in ("x[1]", *others):
+        with fsspec.open(f"{root}/{name}", "wt") as file:
+            file.write(name)
+    match = r"brackets in .*x\[1\] match one .* so the file of this name is not read"
+    with pytest.raises(errors.ConfigError, match=match) as raised:
+        files.find_files(f"{root}/x[1]")
+    (found,) = files.find_files(str(raised.value).rpartition("write ")[2])
+    assert found.endswith("/x[1]")
+
+
 def test_a_file_that_two_patterns_match_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a1").write_text("a1")
