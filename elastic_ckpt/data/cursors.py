@@ -72,20 +72,20 @@ def joined(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return fields | {CURSORS: newest(part.get(CURSORS, {}) for part in parts.values())}
 
 
-def newest(several: Iterable[Mapping[Any, Cursor]]) -> dict[int, Cursor]:
+def newest(several: Iterable[Mapping[Any, Any]]) -> dict[int, Cursor]:
     """The newest cursor of each shard among those of several hosts or workers.
 
     A cursor is newer the more rows the shard had yielded. At the same row, its end is
     newer than a restart point, which is newer than no cursor.
     """
-    found: dict[int, Cursor] = {}
+    found: dict[int, Any] = {}
     for number, cursor in ((n, each[n]) for each in several for n in each):
-        found[int(number)] = max(found.get(int(number)), cursor, key=_age)
+        found[int(number)] = max(
+            found.get(int(number)),
+            cursor,
+            key=lambda one: (row_of(one), one is not None, ENDED in (one or ())),
+        )
     return found
-
-
-def _age(cursor: Any) -> tuple[int, bool, bool]:
-    return row_of(cursor), cursor is not None, ENDED in (cursor or ())
 
 
 def read(

@@ -119,8 +119,7 @@ class LocalBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         course = self._course.due()
         if course is not self._course:
-            now = self._rows.shard_cursors()
-            read = functools.partial(cursors.chosen, now)
+            read = functools.partial(cursors.chosen, self._rows.shard_cursors())
             self._move(course, self._rows.position(), read)
         num_steps = self._skips + 1
         # To detect the end, a worker must also see the other workers' batches.

@@ -172,8 +172,11 @@ class ShardRows:
             made, start = self._task.make_shard(shard), self._task.start[shard]
             opened: Any = iterator(made, start, self._rows[shard])
             self._opened[shard] = opened
-            below = shard_steps.datasets(opened)
-            self._in_chapters[shard] = [s for s in below if hasattr(s, "chapter")]
+            self._in_chapters[shard] = [
+                each
+                for each in shard_steps.datasets(opened)
+                if hasattr(each, "chapter")
+            ]
             self._made = getattr(opened, "made", self._made)
         return self._opened[shard]
 

@@ -379,23 +379,18 @@ def test_no_worker_runs_a_shard_of_another_if_there_are_as_many_as_suggested(
 
 
 def test_entries_that_do_not_belong_together_are_refused():
-    two = world(sharded("everything"), 2)
+    two, (one,) = world(sharded("everything"), 2), world(sharded("everything"))
     next_rows(two)
-    saved = save(two)
+    saved, before, name = save(two), save([one]), "shard_00003"
     next_rows(two)
-    another = save(two)["shard_00003"]
-    (one,) = world(sharded("everything"))
-    before = save([one])
-    missing = {name: each for name, each in saved.items() if name != "shard_00007"}
-    altered = saved["shard_00003"].replace('"cursors": {', '"cursors": {"a": 1, ')
+    altered = saved[name].replace('"cursors": {', '"cursors": {"a": 1, ')
     for wrong, problem in (
-        (saved | {"shard_00003": another}, "entry 'shard_00003' has position"),
-        (missing, r"logical shards: \[7\]"),
-        ({"shard_00003": another}, "lacks the part with its pipeline"),
-        (saved | {"shard_00003": altered}, "'shard_00003'.*digest differs"),
-        (saved | {"shard_00003": ""}, "'shard_00003'.*is truncated"),
-        (saved | {"shard_00003": None}, "'shard_00003'.*is not a data state"),
-        (saved | {"position": json.dumps({"version": 1})}, "'position'.*altered"),
+        (saved | {name: save(two)[name]}, "entry 'shard_00003' has position"),
+        (dict([*saved.items()][:-1]), r"logical shards: \[\d+\]"),
+        ({name: saved[name]}, "lacks the part with its pipeline"),
+        (saved | {name: altered}, "'shard_00003'.*digest differs"),
+        (saved | {name: None}, "'shard_00003'.*is not a data state"),
+        (saved | {"position": "{"}, "'position'.*is truncated"),
     ):
         with pytest.raises(errors.DataError, match=problem):
             sharded_state.ShardedState(one).load_state_dict(wrong)

@@ -179,13 +179,7 @@ def test_a_state_of_another_engine_is_refused():
 
 
 def test_the_end_of_a_shard_is_newer_than_its_last_restart_point_and_none_is_oldest():
-    ordered = [
-        None,
-        {"row": 0, "state": {}},
-        {"row": 0, "ended": {}},
-        {"row": 2, "state": {}},
-        {"row": 2, "ended": {}},
-    ]
-    for older, newer in itertools.combinations(ordered, 2):
+    of_rows = [{"row": n, what: {}} for n in (0, 2) for what in ("state", "ended")]
+    for older, newer in itertools.combinations([None, *of_rows], 2):
         for both in ((older, newer), (newer, older)):
             assert cursors.newest({7: each} for each in both) == {7: newer}

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import operator
 import re
 import textwrap
@@ -29,14 +30,13 @@ def examples():
 
 def test_calls_in_docstrings_fit_their_signatures():
     found = 0
-    for _, program in examples():
-        for call in ast.walk(ast.parse(program)):
-            path = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-            if re.fullmatch(r"ec(\.\w+)+", path):
-                target = operator.attrgetter(path.removeprefix("ec."))(ec)
-                named = {each.arg: None for each in call.keywords}
-                inspect.signature(target).bind(*call.args, **named)
-                found += 1
+    for call in ast.walk(ast.parse("\n".join(program for _, program in examples()))):
+        path = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        if re.fullmatch(r"ec(\.\w+)+", path):
+            named = {each.arg: None for each in call.keywords}
+            target = operator.attrgetter(path.removeprefix("ec."))(ec)
+            inspect.signature(target).bind(*call.args, **named)
+            found += 1
     assert found > 15
 
 
@@ -44,17 +44,13 @@ def test_programs_in_docstrings_that_need_no_devices_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = pa.table({"text": ["one", "two"] * 100})
     corpora.write_table(tmp_path / "a1.parquet", table, group_rows=10)
-    keys = "grain_file_type: parquet\ngrain_train_files: a1.parquet\nrun_name: a\n"
-    (tmp_path / "train.yml").write_text(keys)
-    stage = ec.data.from_config(
-        grain_train_files="a1.parquet",
-        grain_file_type="parquet",
-        num_logical_shards=4,
-    )
+    keys = {"grain_file_type": "parquet", "grain_train_files": "a1.parquet"}
+    (tmp_path / "train.yml").write_text(json.dumps(keys | {"run_name": "a"}))
+    stage = ec.data.from_config(keys, num_logical_shards=4)
     given = {"ec": ec, "grain": grain, "files": ["a1.parquet"], "decode": dict}
     given |= {"source": range(9), "short": stage, "long": stage, "step": 1, "shard": 2}
     runnable = ("sharded", "staged", "positional", "from_config", "Rng")
-    found = [each for each in examples() if each[0].endswith(runnable)]
+    found = [program for name, program in examples() if name.endswith(runnable)]
     assert len(found) == len(runnable)
-    for _, program in found:
+    for program in found:
         exec(program, dict(given))

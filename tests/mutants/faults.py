@@ -175,7 +175,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a shard's restart point is as new as its end at the same row",
         "elastic_ckpt/data/cursors.py",
-        "ENDED in (cursor or ())",
+        "ENDED in (one or ())",
         "False",
         ("tests/data/test_local_batches.py",),
     ),
