@@ -20,10 +20,10 @@ def document(number: int) -> dict[str, np.ndarray]:
     return {"tokens": np.full(length, number, np.int32)}
 
 
-def documents(shard: int, num_shards: int) -> grain.MapDataset:
-    return (
-        grain.MapDataset.range(shard, NUM_DOCUMENTS, num_shards).repeat().map(document)
-    )
+def documents(shard: int, num_shards: int, number: int = 0) -> grain.MapDataset:
+    """The first `number` documents once, or all of them endlessly."""
+    drawn = grain.MapDataset.range(shard, number or NUM_DOCUMENTS, num_shards)
+    return (drawn if number else drawn.repeat()).map(document)
 
 
 def plain(shard, num_shards):
@@ -82,15 +82,22 @@ def everything(shard, num_shards):
     )
 
 
-def mixture(shard, num_shards, *, packing, length=8):
-    """A mixture of two sets of documents, shuffled in windows and packed."""
+def mixture(shard, num_shards, *, packing, length=8, sizes=(0, 0)):
+    """A mixture of two sets of documents, shuffled in windows and packed.
+
+    Without `packing` a document is a row, so that a shard can restart at each of them.
+    """
     parts = {
-        name: documents(shard, num_shards)
+        name: documents(shard, num_shards, number)
         .map(lambda document, add=add: document["tokens"] + add)
         .to_iter_dataset(IN_CALLER)
-        for name, add in (("web", 0), ("books", 1000))
+        for (name, add), number in zip(
+            (("web", 0), ("books", 1000)), sizes, strict=True
+        )
     }
     mixed = mixing.Mixture(parts, {"web": 3, "books": 1}, shard=shard)
+    if packing is None:
+        return mixed.map(lambda tokens: {"tokens": tokens[:3]})
     return rows.Rows(
         mixed, length=length + 4, packing=packing, window=5, truncate=False, shard=shard
     )

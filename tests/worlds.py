@@ -59,14 +59,15 @@ class World:
         """
         data, size = self._data, len(self._row_hosts)
         if data.end is elastic_data.End.NEVER:
-            return self._whole()
+            return self.whole()
         for _ in range(delivery.batches_of_end(data, size)):
-            batch = self._whole()
+            batch = self.whole()
             if batch[elastic_data.MASK].any():
                 return batch
         raise StopIteration
 
-    def _whole(self):
+    def whole(self):
+        """The next global batch, even if it is padding alone."""
         loaded = [next(host) for host in self.hosts]
         whole = {}
         for name in loaded[0]:

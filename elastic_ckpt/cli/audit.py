@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=option_numbers.count,
         metavar="N",
-        help="show which documents a step used",
+        help="show which documents a step used; as in saves, the first step is 1"
+        " (under MaxText 0)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

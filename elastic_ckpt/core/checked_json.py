@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -91,7 +92,7 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
 
 def check_version(content: Any, *, what: str, version: int) -> None:
     """Checks only the version of an object, as `unsealed` does."""
-    if not isinstance(content, dict) or "version" not in content:
+    if not isinstance(content, Mapping) or "version" not in content:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]
     if type(found) is not int or found != version:

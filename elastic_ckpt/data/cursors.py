@@ -21,6 +21,12 @@ VERSION = 1
 # Fields that mark nested states: an older cursor, from which documents are reread, and
 # the states from which rows reread the documents that they hold.
 HELD, FROM = "documents held by", "documents read from"
+# Fields of a mixture's state: elements taken, and states, by dataset.
+TAKEN, PARTS = "taken", "parts"
+# Fields of a cursor.
+ROW, STATE, ENDED = "row", "state", "ended"
+# The field of a part with its cursors, keyed by shard.
+CURSORS = "cursors"
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json\.gz")
 
 Cursor = storage.Json
@@ -32,18 +38,59 @@ def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> No
     """Writes the cursors of a host, one file per run of consecutive shards."""
     for shards in runs(sorted(cursors)):
         name = f"shards-{shards[0]:05d}-{shards[-1]:05d}.json.gz"
-        values = [cursors[shard] for shard in shards]
-        content = checked_json.to_bytes(
-            {"position": position, "cursors": values}, version=VERSION
-        )
+        part = to_part({shard: cursors[shard] for shard in shards}, position)
+        content = checked_json.to_bytes(part, version=VERSION)
         # Without a timestamp, identical content has identical bytes.
         compressed = gzip.compress(content, mtime=0)
         storage.write_atomic(epath.Path(directory) / name, compressed)
 
 
+def to_part(cursors: Cursors, position: Position) -> dict[str, storage.Json]:
+    """The part of a data state with some cursors."""
+    by_name = {str(shard): cursor for shard, cursor in cursors.items()}
+    return {"position": position, CURSORS: by_name}
+
+
+def joined(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Joins parts of one data state: their fields, and the newest cursor of each shard.
+
+    Args:
+      parts: the fields of each part, keyed by its name in error messages.
+
+    Raises:
+      DataError: if parts have different values of a field, such as the position.
+    """
+    fields: dict[str, Any] = {}
+    for name, part in parts.items():
+        for key, value in part.items():
+            if key != CURSORS and fields.setdefault(key, value) != value:
+                raise errors.DataError(
+                    f"{name} has {key} {value!r:.200}, but {next(iter(parts))} has"
+                    f" {fields[key]!r:.200}; load all parts of a data state from the"
+                    " same step"
+                )
+    return fields | {CURSORS: newest(part.get(CURSORS, {}) for part in parts.values())}
+
+
+def newest(several: Iterable[Mapping[Any, Any]]) -> dict[int, Cursor]:
+    """The newest cursor of each shard among those of several hosts or workers.
+
+    A cursor is newer the more rows the shard had yielded. At the same row, its end is
+    newer than a restart point, which is newer than no cursor.
+    """
+    found: dict[int, Any] = {}
+    for number, cursor in ((n, each[n]) for each in several for n in each):
+        found[int(number)] = max(
+            found.get(int(number)),
+            cursor,
+            key=lambda one: (row_of(one), one is not None, ENDED in (one or ())),
+        )
+    return found
+
+
 def read(
     directory: epath.PathLike, shards: Iterable[int], position: Position
-) -> dict[int, storage.Json]:
+) -> dict[int, Cursor]:
     """Reads the cursors of `shards` that hosts wrote into `directory` at `position`.
 
     Raises:
@@ -51,50 +98,80 @@ def read(
         different position.
     """
     required = set(shards)
-    values_by_shard: dict[int, storage.Json] = {}
+    parts: dict[str, Any] = {"the data state": {"position": position}}
     for path in epath.Path(directory).iterdir():
         name = _NAME.fullmatch(path.name)
         first, last = map(int, name.groups()) if name else (0, -1)
-        in_file = required.intersection(range(first, last + 1))
-        if not in_file:
-            continue
-        content = checked_json.read(path, what="shard cursors", version=VERSION)
-        values = content["cursors"]
-        if content["position"] != position or len(values) != last + 1 - first:
-            raise errors.DataError(
-                f"the shard cursors in {path} are for position {content['position']}"
-                f" and {len(values)} shards, but position {position} and the shards"
-                f" {first} to {last} are needed: the file is from a different step;"
-                " restore it from a good copy"
-            )
-        values_by_shard |= {shard: values[shard - first] for shard in in_file}
-    missing = sorted(required - values_by_shard.keys())
+        if not required.isdisjoint(range(first, last + 1)):
+            content = checked_json.read(path, what="shard cursors", version=VERSION)
+            parts[str(path)] = content
+    remedy = (
+        "restore their files from a good copy, or move"
+        f" {epath.Path(directory).parent} out of its parent directory to continue from"
+        " the previous step"
+    )
+    return chosen(joined(parts)[CURSORS], required, str(directory), remedy)
+
+
+def chosen(
+    held: Cursors,
+    shards: Iterable[int],
+    where: str = "the state",
+    remedy: str = "load the states of all ranks together, as a list",
+) -> dict[int, Cursor]:
+    """The cursors of `shards`; raises a DataError if some are not among those held."""
+    required = [*shards]
+    missing = sorted(set(required) - held.keys())
     if missing:
-        step = epath.Path(directory).parent
         raise errors.DataError(
-            f"{directory} lacks {len(missing)} of {len(required)} logical shards:"
-            f" {missing}; restore their files from a good copy, or move {step} out of"
-            " its parent directory to continue from the previous step"
+            f"{where} lacks {len(missing)} of {len(required)} logical shards:"
+            f" {missing}; {remedy}"
         )
-    return values_by_shard
+    return {shard: held[shard] for shard in required}
 
 
-def states(cursor: Any) -> Iterator[dict[str, Any]]:
-    """Yields every object in a cursor: the state of each transformation of a pipeline.
+def row_of(cursor: Any) -> int:
+    """The number of rows that a shard had yielded at a cursor."""
+    return cursor[ROW] if cursor else 0
 
-    Skips older cursors inside the cursor, and all but the last of the states from which
-    rows read their documents.
+
+def state_of(cursor: Any) -> storage.Json:
+    """The state of a shard's pipeline at a cursor, as JSON; None at its beginning."""
+    return cursor.get(STATE, cursor.get(ENDED)) if cursor else None
+
+
+def states(
+    cursor: Any, *, oldest: bool = False, dataset: str = ""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the objects in a cursor, outermost first, each with its dataset's name.
+
+    An object is the state of a transformation. The name is empty outside mixtures and
+    `outer/inner` in a nested mixture.
+
+    Args:
+      cursor: the cursor, or the state of a pipeline.
+      oldest: where rows reread documents from several states, and where an older cursor
+        is inside this one, whether to yield only the oldest, which may belong to an
+        earlier stage. By default, only the newest is yielded.
+      dataset: the name of the dataset that the cursor belongs to.
     """
+    inside: list[tuple[str, Any]] = []
     if isinstance(cursor, dict):
-        yield cursor
-        cursor = [
-            value[-1] if key == FROM else value
-            for key, value in cursor.items()
-            if key != HELD
-        ]
-    if isinstance(cursor, list):
-        for value in cursor:
-            yield from states(value)
+        cursor = cursor.get(HELD, cursor) if oldest else cursor
+        yield dataset, cursor
+        if TAKEN in cursor and PARTS in cursor:
+            parts = cursor[PARTS].items()
+            inside = [(f"{dataset}/{part}".lstrip("/"), each) for part, each in parts]
+        else:
+            inside = [
+                (dataset, each[0 if oldest else -1] if key == FROM else each)
+                for key, each in cursor.items()
+                if key != HELD
+            ]
+    elif isinstance(cursor, list | tuple):
+        inside = [(dataset, each) for each in cursor]
+    for name, each in inside:
+        yield from states(each, oldest=oldest, dataset=name)
 
 
 def runs(shards: Iterable[int]) -> list[list[int]]:

@@ -35,9 +35,10 @@ class DataKeys:
     data_stages: str = key(
         "",
         "Stages of the data: a list, or the path of a YAML file that contains one. Each"
-        " stage has begin_step, the step at which it begins, and the keys that it sets,"
-        " such as grain_train_files, max_target_length or global_batch_size. Stages"
-        " that have not begun may change when you resume.",
+        " stage has begin_step, the number of training steps before it (after 100, its"
+        " first is step 101, or 100 in MaxText), and the keys that it sets, such as"
+        " grain_train_files, max_target_length or global_batch_size. Stages that have"
+        " not begun may change when you resume.",
         lists="any",
     )
     grain_file_type: str = key(
@@ -314,7 +315,7 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
         if begin is None or type(begin.value) is not int or begin.value < 0:
             raise errors.ConfigError(
                 f"{path}, stage {number}: begin_step is missing or invalid; set it to"
-                " the training step at which the stage begins, 0 or more"
+                " the number of training steps before the stage, 0 or more"
             )
         of = " of a stage (set keys for all stages outside data_stages)"
         values: dict[str, Any] = dict(sections.checked(settings, fields, of=of))

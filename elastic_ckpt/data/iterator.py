@@ -168,7 +168,7 @@ class HostIterator:
     def set_state(self, taken: HostState) -> None:
         """Rolls back to a state taken since the last load, resize or new stage."""
         position, held = taken
-        self._move(self.course, position, _chosen(held))
+        self._move(self.course, position, functools.partial(cursors.chosen, held))
 
     def take(
         self,
@@ -238,10 +238,6 @@ class HostIterator:
             ),
             read_ahead=self._read_ahead,
         )
-
-
-def _chosen(held: cursors.Cursors) -> elastic_data.ReadCursors:
-    return lambda shards: {shard: held[shard] for shard in shards}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,7 +338,7 @@ class Batches:
         raise StopIteration
 
     def begin_at(self, step: int) -> None:
-        """Sets the training step of the next batch in a run with stages.
+        """Sets the number of training steps so far in a run with stages.
 
         The iterator counts steps by itself. Call this only after loading a state that
         was saved without stages.

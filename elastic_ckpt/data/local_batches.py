@@ -17,26 +17,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from elastic_ckpt.core import checked_json, errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     cursors,
     delivery,
     elastic_data,
     prefetch,
     rows,
-    shard_rows,
     stages,
     state,
 )
-
-VERSION = 1
-
-StateDict = dict[str, storage.Json]
 
 
 class LocalBatches:
@@ -132,12 +128,8 @@ class LocalBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         course = self._course.due()
         if course is not self._course:
-            now = self._rows.shard_cursors()
-            self._move(
-                course,
-                self._rows.position(),
-                lambda shards: {shard: now[shard] for shard in shards},
-            )
+            read = functools.partial(cursors.chosen, self._rows.shard_cursors())
+            self._move(course, self._rows.position(), read)
         num_steps = self._skips + 1
         # To detect the end, a worker must also see the other workers' batches.
         while self._finite and self._skips:
@@ -150,7 +142,7 @@ class LocalBatches:
         return batch
 
     def begin_at(self, step: int) -> None:
-        """Sets the training step of the next batch in a run with stages.
+        """Sets the number of training steps so far in a run with stages.
 
         Call this only after loading a state that was saved without stages.
 
@@ -172,21 +164,20 @@ class LocalBatches:
         """Moves to the beginning."""
         self._begin(stages.Course.first(self._course.data, self._course.base_size))
 
-    def get_state(self) -> StateDict:
+    def get_state(self) -> state.StateDict:
         """The state after the last batch, as JSON."""
         # Includes shards that other ranks also run, so a rank can resume from its own
         # state.
-        run = self._rows.shard_cursors()
-        fields: StateDict = {
-            "engine": self._course.data.engine,
-            "position": self._rows.position(),
-            "pipeline": self._identity,
-            "cursors": {str(shard): cursor for shard, cursor in run.items()},
-            "at_end": self._at_end,
-        }
-        if self._course.progress is not None:
-            fields["progress"] = dict(vars(self._course.progress))
-        return checked_json.sealed(fields, version=VERSION)
+        return state.to_json(
+            state.LoaderState(
+                engine=self._course.data.engine,
+                position=self._rows.position(),
+                pipeline=self._identity,
+                progress=self._course.progress,
+                at_end=self._at_end,
+                cursors=self._rows.shard_cursors(),
+            )
+        )
 
     def set_state(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Moves to a state, or to the combined state of all ranks of a world.
@@ -197,32 +188,14 @@ class LocalBatches:
             are missing. After an error, the position is unchanged.
         """
         ranks = saved if isinstance(saved, list | tuple) and saved else [saved]
-        checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
-        states = [state.of_fields(fields) for fields in checked]
-        first = states[0]
-        for rank, each in enumerate(states):
-            state.check_same_pipeline(each, self._course.data.engine, self._identity)
-            if each.position != first.position:
-                raise errors.DataError(
-                    f"the state of rank {rank} is at position {each.position}, but the"
-                    f" state of rank 0 is at {first.position}; load states that were"
-                    " saved at the same step"
-                )
-        by_shard = _newest_cursors(checked)
+        named = {f"the state of rank {rank}": each for rank, each in enumerate(ranks)}
+        loaded = state.of_parts(named)
+        state.check_same_pipeline(loaded, self._course.data.engine, self._identity)
+        read = functools.partial(cursors.chosen, loaded.cursors)
+        self._move(self._course.restored(loaded), loaded.position, read)
+        self._skips, self._at_end = self._worker, loaded.at_end
 
-        def read(shards: Sequence[int]) -> cursors.Cursors:
-            missing = [shard for shard in shards if str(shard) not in by_shard]
-            if missing:
-                raise errors.DataError(
-                    f"the state lacks logical shards {missing}; load the states of all"
-                    " ranks together, as a list"
-                )
-            return {shard: by_shard[str(shard)] for shard in shards}
-
-        self._move(self._course.restored(first), first.position, read)
-        self._skips, self._at_end = self._worker, checked[0]["at_end"]
-
-    def state_dict(self) -> StateDict:
+    def state_dict(self) -> state.StateDict:
         """`get_state` under torchdata's name."""
         return self.get_state()
 
@@ -231,10 +204,6 @@ class LocalBatches:
     ) -> None:
         """`set_state` under torchdata's name."""
         self.set_state(state_dict)
-
-    def at(self, saved: Mapping[str, Any]) -> LocalBatches:
-        """Returns a second iterator over the same rows, positioned at a state."""
-        return of_worker(self, 0, 1, saved)
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -309,7 +278,9 @@ def of_worker(
     return other
 
 
-def merged(states: Sequence[Mapping[str, Any]], *, at_end: bool = False) -> StateDict:
+def merged(
+    states: Sequence[Mapping[str, Any]], *, at_end: bool = False
+) -> state.StateDict:
     """Merges the states of all workers of a rank's loader into the rank's state.
 
     Args:
@@ -319,34 +290,11 @@ def merged(states: Sequence[Mapping[str, Any]], *, at_end: bool = False) -> Stat
     Raises:
       DataError: if a state is invalid.
     """
-    checked = [_checked(each, number) for number, each in enumerate(states)]
+    parsed = [
+        state.of_parts({f"the state of worker {number}": each})
+        for number, each in enumerate(states)
+    ]
     # The worker with the last batch has the rank's position.
-    last = max(checked, key=lambda fields: state.row_of(fields["position"]))
-    return of_fields(last | {"cursors": _newest_cursors(checked), "at_end": at_end})
-
-
-def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cursor]:
-    # The newest cursor of each shard, keyed by shard number as a string.
-    newest: dict[str, cursors.Cursor] = {}
-    for fields in states:
-        for shard, cursor in fields["cursors"].items():
-            newest[shard] = max(newest.get(shard), cursor, key=shard_rows.row_of)
-    return newest
-
-
-def of_fields(fields: Mapping[str, Any]) -> StateDict:
-    """Returns the state with these fields, its version and a new digest."""
-    kept = {name: each for name, each in fields.items() if name != "digest"}
-    return checked_json.sealed(kept, version=VERSION)
-
-
-def _checked(saved: Any, rank: int) -> dict[str, Any]:
-    what = "state of LocalBatches"
-    content = dict(saved) if isinstance(saved, Mapping) else saved
-    try:
-        return checked_json.unsealed(content, what=what, version=VERSION)
-    except checked_json.UnreadableError as problem:
-        raise errors.DataError(
-            f"the state of rank {rank} {problem}; load a state returned by"
-            " LocalBatches.get_state or state_dict"
-        ) from None
+    last = max(parsed, key=lambda each: each.row)
+    newest = cursors.newest(each.cursors for each in parsed)
+    return state.to_json(dataclasses.replace(last, cursors=newest, at_end=at_end))

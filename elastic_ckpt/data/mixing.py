@@ -29,8 +29,8 @@ _PHASE = 0x6A09E667F3BCC909
 # Weights are rounded to multiples of the largest weight divided by this, but not to 0.
 _FINENESS = 2**40
 
-# Fields of a state.
-TAKEN, _PARTS, _WEIGHTS = "taken", "parts", "weights"
+# A field of a state; for others, see `cursors`.
+_WEIGHTS = "weights"
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
@@ -142,7 +142,13 @@ class _MixtureIterator(shard_steps.Elements):
         datasets = zip(mixture._weights, shard_steps.parents(mixture), strict=False)
         self._nested = [name for name, dataset in datasets if names(dataset)]
         self._opened: dict[str, grain.DatasetIterator] = {}
-        begin = {"turn": 0, _WEIGHTS: self._now, "ended": (), TAKEN: {}, _PARTS: {}}
+        begin = {
+            "turn": 0,
+            _WEIGHTS: self._now,
+            "ended": (),
+            cursors.TAKEN: {},
+            cursors.PARTS: {},
+        }
         self.set_state(begin)
 
     def _use(self, weights: dict[str, float], ended: frozenset[str]) -> None:
@@ -190,14 +196,14 @@ class _MixtureIterator(shard_steps.Elements):
             "turn": self._turn,
             _WEIGHTS: self._weights,
             "ended": sorted(self._ended),
-            TAKEN: dict(self._taken),
-            _PARTS: self._saved | opened,
+            cursors.TAKEN: dict(self._taken),
+            cursors.PARTS: self._saved | opened,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self.close()
-        self._turn, self._saved = state["turn"], dict(state[_PARTS])
-        self._taken = collections.Counter(state[TAKEN])
+        self._turn, self._saved = state["turn"], dict(state[cursors.PARTS])
+        self._taken = collections.Counter(state[cursors.TAKEN])
         self._use(state[_WEIGHTS], frozenset(state["ended"]))
         for name in self._nested:
             self._part(name)
@@ -263,7 +269,7 @@ def check_weights_of(dataset: Any, state: Any) -> None:
         for name, made in by_name(dataset)
         if isinstance(made, Mixture)
     }
-    for name, of_name in states_by_name(state):
+    for name, of_name in cursors.states(state, oldest=True):
         if _WEIGHTS in of_name and of_name[_WEIGHTS] != now.get(name):
             raise errors.DataError(
                 "the weights of a mixture have changed, but"
@@ -281,7 +287,7 @@ def gone(cursor: cursors.Cursor, names: Collection[str]) -> set[str]:
     """The datasets not in `names` from which a cursor may reread elements."""
     return {
         name
-        for state in cursors.states(cursor)
+        for _, state in cursors.states(cursor)
         for place, num_elements in state.get(cursors.FROM, ())
         if num_elements
         for mixture in _mixtures(place)
@@ -291,7 +297,9 @@ def gone(cursor: cursors.Cursor, names: Collection[str]) -> set[str]:
 
 def _mixtures(state: Any) -> Iterator[dict[str, Any]]:
     # The states of mixtures in the state of a pipeline.
-    return (s for s in cursors.states(state) if TAKEN in s and _PARTS in s)
+    return (
+        s for _, s in cursors.states(state) if cursors.TAKEN in s and cursors.PARTS in s
+    )
 
 
 def names(made: Any) -> set[str]:
@@ -318,31 +326,10 @@ def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from by_name(parent, name)
 
 
-def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The states inside the state of a pipeline, outermost first; see `by_name`.
-
-    Includes only the first of the states from which documents are reread; this state
-    may belong to an older stage.
-    """
-    if isinstance(state, dict):
-        state = state.get(cursors.HELD, state)
-        yield name, state
-        if TAKEN in state and _PARTS in state:
-            for part, of_part in state[_PARTS].items():
-                yield from states_by_name(of_part, f"{name}/{part}".lstrip("/"))
-            return
-        state = [
-            value[0] if key == cursors.FROM else value for key, value in state.items()
-        ]
-    if isinstance(state, list | tuple):
-        for value in state:
-            yield from states_by_name(value, name)
-
-
 def taken(shard_cursors: Iterable[cursors.Cursor]) -> dict[str, int]:
     """The number of elements taken from each dataset, given all shards' cursors."""
     counts: collections.Counter[str] = collections.Counter()
     for cursor in shard_cursors:
         for mixture in _mixtures(cursor):
-            counts.update(mixture[TAKEN])
+            counts.update(mixture[cursors.TAKEN])
     return dict(counts)

@@ -104,7 +104,7 @@ class FollowedShard:
         # Each numbered document's dataset and record, and its number of tokens.
         self._documents: list[tuple[str, int]] = []
         self._num_tokens: list[int | None] = []
-        self._shard, self._row = shard, max(row, shard_rows.row_of(cursor))
+        self._shard, self._row = shard, max(row, cursors.row_of(cursor))
         self._open(make_shard, cursor)
 
     def _open(self, make_shard: shard_steps.MakeShard, cursor: cursors.Cursor) -> None:
@@ -306,7 +306,7 @@ def read_until(
       The epoch and the number of records read in it (see `records.Occurrence.at`);
       None if unknown.
     """
-    states = mixing.states_by_name(shard_rows.state_of(cursor))
+    states = cursors.states(cursors.state_of(cursor), oldest=True)
     found = [records.place_in(state) for of_part, state in states if of_part == name]
     if not found:
         # The dataset is not open yet, unless more than one has this name.

@@ -34,7 +34,9 @@ _EPOCH, _TAKEN, _SKIPPED = "epoch", "taken", "skipped"
 # Records converted to elements at a time.
 _ELEMENTS = 64
 
-# It is an error if more records than this, and more than two epochs, produce no row.
+# It is an error if a shard reads more records than this, and more than twice as many as
+# the files have, for a row: with S shards, about 2 S epochs, because in one epoch, the
+# records that a filter keeps may all be in the shares of other shards.
 _LEAST_FRUITLESS = 100_000
 
 
@@ -346,12 +348,12 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         self._row = row
         most = max(_LEAST_FRUITLESS, 2 * self._order.num_records)
         if row is not None and self._num_fruitless > most:
-            files = files_of(self._records)
             raise errors.DataError(
-                f"data files from {files[0]} on:"
-                f" {self._num_fruitless:,} consecutive records, more than two epochs,"
-                " produced no row; check whether a filter or another step drops them"
-                " all"
+                f"data files from {files_of(self._records)[0]} on: logical shard"
+                f" {self._records._shard} read {self._num_fruitless:,} consecutive"
+                f" records, {self._num_fruitless // len(self._share)} epochs of its"
+                " share, without producing a row; check whether a filter or another"
+                " step drops them all"
             )
 
     def _decoded(self, number: int, following: int | None) -> source.Block:
@@ -383,7 +385,7 @@ def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
     """The number of corrupt records skipped so far, from the cursors of all shards."""
     states = itertools.chain.from_iterable(map(cursors.states, shard_cursors))
     return sum(
-        state[_SKIPPED] for state in states if {*state} == {_EPOCH, _TAKEN, _SKIPPED}
+        state[_SKIPPED] for _, state in states if {*state} == {_EPOCH, _TAKEN, _SKIPPED}
     )
 
 

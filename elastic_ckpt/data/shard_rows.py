@@ -35,9 +35,6 @@ Rows = dict[str, np.ndarray]
 # Keys that mark values that JSON lacks; see `FORMAT.md`.
 _MARKS = {"()", "{}", "b''", "array()"}
 
-# Fields of a cursor.
-_ROW, _STATE, _ENDED = "row", "state", "ended"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
@@ -166,7 +163,7 @@ class ShardRows:
         ended = self._opened.pop(shard)
         final = to_json(ended.get_state())
         ended.close()
-        self._noted[shard] = {_ROW: self._rows[shard], _ENDED: final}
+        self._noted[shard] = {cursors.ROW: self._rows[shard], cursors.ENDED: final}
         self._ended.add(shard)
         return None
 
@@ -175,7 +172,11 @@ class ShardRows:
             made, start = self._task.make_shard(shard), self._task.start[shard]
             opened: Any = iterator(made, start, self._rows[shard])
             self._opened[shard] = opened
-            self._in_chapters[shard] = _in_chapters(opened)
+            self._in_chapters[shard] = [
+                each
+                for each in shard_steps.datasets(opened)
+                if hasattr(each, "chapter")
+            ]
             self._made = getattr(opened, "made", self._made)
         return self._opened[shard]
 
@@ -213,17 +214,7 @@ class ShardRows:
 
 def cursor_of(row: int, opened: grain.DatasetIterator) -> cursors.Cursor:
     """The cursor of a shard after `row` rows."""
-    return {_ROW: row, _STATE: to_json(opened.get_state())}
-
-
-def row_of(cursor: Any) -> int:
-    """The number of rows that a shard had yielded at a cursor."""
-    return cursor[_ROW] if cursor else 0
-
-
-def state_of(cursor: Any) -> cursors.Cursor:
-    """The state of a shard's pipeline at a cursor, as JSON; None at its beginning."""
-    return cursor.get(_STATE, cursor.get(_ENDED)) if cursor else None
+    return {cursors.ROW: row, cursors.STATE: to_json(opened.get_state())}
 
 
 def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIterator:
@@ -237,28 +228,20 @@ def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIte
     """
     opened = iter(made)
     if cursor is not None:
-        state = from_json(state_of(cursor))
+        state = from_json(cursors.state_of(cursor))
         mixing.check_weights_of(made, state)
         opened.set_state(state)
-    has_ended = cursor is not None and _ENDED in cursor
-    missing = 0 if has_ended else row - row_of(cursor)
+    has_ended = cursor is not None and cursors.ENDED in cursor
+    missing = 0 if has_ended else row - cursors.row_of(cursor)
     if missing < 0 or sum(1 for _ in itertools.islice(opened, missing)) < missing:
         raise errors.DataError(
-            f"a logical shard cannot advance from its cursor, at row {row_of(cursor)},"
-            f" to row {row}, where the data state is; make_shard must produce the same"
-            " rows each time, so seed its random functions; also, load all parts of a"
-            " state from the same step"
+            "a logical shard cannot advance from its cursor, at row"
+            f" {cursors.row_of(cursor)}, to row {row}, where the data state is;"
+            " make_shard must produce the same rows each time, so seed its random"
+            " functions; also, load all parts of a state from the same step"
         )
     mixing.renew(opened)
     return opened
-
-
-def _in_chapters(opened: Any) -> list[Any]:
-    # The iterators with chapters in a pipeline.
-    if hasattr(opened, "chapter"):
-        return [opened]
-    below = map(_in_chapters, getattr(opened, "_parents", ()))
-    return list(itertools.chain.from_iterable(below))
 
 
 def _stacked(examples: list[Any], *, finite: bool) -> Rows:

@@ -116,7 +116,7 @@ def sharded(
 
         def make_shard(shard):
             records = ec.data.Records(
-                ec.data.Parquet(files), shard=shard, num_shards=64
+                ec.data.Parquet(files=files), shard=shard, num_shards=64
             )
             return records.map(decode)
 
@@ -240,7 +240,7 @@ class _HostBatches:
             for shard, cursor in start.items():
                 # Rejects a missing dataset now, not when the shard's row is due.
                 if mixing.gone(cursor, names):
-                    made, row = self._data.make_shard(shard), shard_rows.row_of(cursor)
+                    made, row = self._data.make_shard(shard), cursors.row_of(cursor)
                     shard_rows.iterator(made, cursor, row).close()
         self.close()
         self._history, self._skips = history, placement.first

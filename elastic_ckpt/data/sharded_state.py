@@ -8,18 +8,15 @@ collective. `FORMAT.md` describes the entries.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.data import local_batches, state
+from elastic_ckpt.core import checked_json
+from elastic_ckpt.data import cursors, state
 
 if TYPE_CHECKING:
     # This module imports torch.
-    from elastic_ckpt.data import torch_loader
-
-_POSITION = "position"
+    from elastic_ckpt.data import local_batches, torch_loader
 
 
 class ShardedState:
@@ -44,20 +41,19 @@ class ShardedState:
 
     def state_dict(self) -> dict[str, str]:
         """The entries of this rank: `position`, and `shard_00017` for each shard."""
-        fields: dict[str, Any] = dict(self._rows.state_dict())
-        by_shard: dict[str, storage.Json] = fields.pop("cursors")
-        position = fields["position"]
-        if not state.row_of(position):
+        saved = state.of_parts({"the loader's state": self._rows.state_dict()})
+        held = dict(saved.cursors)
+        if not saved.row:
             # No shard has been read.
-            num_shards = fields["pipeline"].get(state.NUM_SHARDS, 0)
-            by_shard = dict.fromkeys(map(str, range(num_shards))) | by_shard
-        entries = {_POSITION: fields}
-        for shard, cursor in by_shard.items():
-            name = f"shard_{int(shard):05d}"
-            entries[name] = {"position": position, "cursor": cursor}
+            held = dict.fromkeys(range(saved.pipeline.get(state.NUM_SHARDS, 0))) | held
+        parts = {"position": state.to_fields(saved)}
+        for shard, cursor in held.items():
+            parts[f"shard_{shard:05d}"] = cursors.to_part(
+                {shard: cursor}, saved.position
+            )
         return {
-            name: json.dumps(local_batches.of_fields(entry))
-            for name, entry in entries.items()
+            name: checked_json.to_bytes(part, version=cursors.VERSION).decode()
+            for name, part in parts.items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, str]) -> None:
@@ -67,34 +63,5 @@ class ShardedState:
           DataError: if an entry is missing, was altered, or is from a different step;
             see also `LocalBatches.set_state`.
         """
-        entries = {name: _unsealed(name, each) for name, each in state_dict.items()}
-        if _POSITION not in entries:
-            raise errors.DataError(
-                f"the state has no entry {_POSITION!r}, only {sorted(entries)[:5]};"
-                " load a state that a ShardedState saved"
-            )
-        fields = entries.pop(_POSITION)
-        by_shard = {}
-        for name, entry in entries.items():
-            if entry["position"] != fields["position"]:
-                raise errors.DataError(
-                    f"the entry {name!r} of the data state is at position"
-                    f" {entry['position']}, but the others are at"
-                    f" {fields['position']}; load all entries from the same checkpoint"
-                )
-            by_shard[str(int(name.removeprefix("shard_")))] = entry["cursor"]
-        self._rows.load_state_dict(
-            local_batches.of_fields(fields | {"cursors": by_shard})
-        )
-
-
-def _unsealed(name: str, entry: Any) -> dict[str, Any]:
-    try:
-        text = entry.encode() if isinstance(entry, str) else b""
-        return checked_json.parse(
-            text, what="data state", version=local_batches.VERSION
-        )
-    except checked_json.UnreadableError as problem:
-        raise errors.DataError(
-            f"the entry {name!r} of the data state {problem}; load a different step"
-        ) from None
+        parts = {f"the entry {name!r}": part for name, part in state_dict.items()}
+        self._rows.load_state_dict(state.to_json(state.of_parts(parts)))

@@ -1,7 +1,7 @@
 """Stages: data whose mixture, row length or batch size changes at given steps.
 
-A stage begins at a training step. Iterators count steps, roll the count back with the
-run, and save it with the data state.
+A stage begins after a number of training steps. Iterators count steps, roll the count
+back with the run, and save it with the data state.
 
 Each stage has its own pipelines. A shard enters the next stage from its cursor:
 documents that the old rows still hold come first in the new rows, so each document is
@@ -46,7 +46,8 @@ class Stage:
     """The data of a run from a training step on.
 
     Attributes:
-      begin: the training step of its first batch, from 0.
+      begin: the number of training steps before it, which is the saved step that it
+        continues from: 0 for the first stage.
       data: the result of `ec.data.from_config` or `sharded`.
       global_batch_size: the number of rows in a global batch; None keeps the size of
         the previous stage, or of the iterator.
@@ -136,7 +137,7 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     may change only weights and datasets; later stages may change freely.
 
     Args:
-      stages: the stages in order; the first begins at step 0.
+      stages: the stages in order; the first has `begin=0`.
 
     Returns:
       Data for `ec.batches` and `LocalBatches`, which switch stages by themselves.
@@ -150,15 +151,15 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     for stage in stages:
         if not isinstance(stage.data, sharded_data.ShardedData):
             raise errors.ConfigError(
-                f"staged: the data of the stage that begins at step {stage.begin} is"
+                f"staged: the data of the stage with begin={stage.begin} is"
                 f" of type {type(stage.data).__name__}; pass the result of"
                 " ec.data.sharded, or of ec.data.from_config with num_logical_shards"
             )
     begins = [stage.begin for stage in stages]
     if begins[0] != 0 or sorted(set(begins)) != begins:
         raise errors.ConfigError(
-            f"staged: stages begin at steps {begins}; the first stage must begin at"
-            " step 0, and each later stage at a higher step"
+            f"staged: stages begin after {begins} training steps; the first stage must"
+            " begin after 0, and each later stage after more than the previous one"
         )
     sizes = [stage.global_batch_size for stage in stages]
     if any(size is not None and size < 1 for size in sizes):
@@ -203,7 +204,7 @@ class Course:
     Attributes:
       data: the data in the current stage.
       base_size: the number of rows in a global batch until a stage sets its own size.
-      progress: the step of the next batch; None if there are no stages.
+      progress: the number of training steps so far; None if there are no stages.
       resized_in: the stage in which `resized` set `base_size`, which then applies until
         a later stage sets its own size; None if batches were never resized.
     """
@@ -233,7 +234,7 @@ class Course:
 
     @property
     def step(self) -> int | None:
-        """The step of the next batch; None if unknown, or if there are no stages."""
+        """The number of steps so far; None if unknown, or if there are no stages."""
         return None if self.progress is None else self.progress.step
 
     @property
@@ -349,7 +350,7 @@ _CHANGING = (
 
 
 def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
-    where = f"staged: the stage that begins at step {stage.begin}"
+    where = f"staged: the stage that begins after {stage.begin} steps"
     *identities, now = (each.data.identity() for each in (*before, stage))
     changed = state.dataset_changes(identities, [now])
     if changed:
@@ -431,12 +432,8 @@ class StagedShards:
 
 def _rows_of(opened: Any) -> lm_rows.RowsIterator | None:
     # The iterator of `lm.Rows` in a pipeline, if it has one.
-    while not isinstance(opened, lm_rows.RowsIterator):
-        below = getattr(opened, "_parents", ())
-        if len(below) != 1:
-            return None
-        (opened,) = below
-    return opened
+    steps = reversed(shard_steps.chain(opened))
+    return next((s for s in steps if isinstance(s, lm_rows.RowsIterator)), None)
 
 
 class _StagedRows(grain.IterDataset):

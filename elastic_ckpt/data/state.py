@@ -2,6 +2,7 @@
 
 `FORMAT.md` describes `data_state.json`, a `checked_json` file with the fields of
 `DataState`. The cursors of logical shards are in separate files; see `data.cursors`.
+Loops without JAX have both in one JSON object (`to_json`).
 
 When a run resumes, the number of hosts and the batch size may differ. `pipeline`, the
 result of `ElasticData.identity`, must be the same, except that a mixture (`datasets`,
@@ -18,7 +19,7 @@ import itertools
 import json
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from etils import epath
 
@@ -26,7 +27,8 @@ from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.data import cursors, rows
 
 FILE_NAME = "data_state.json"
-VERSION = 1
+# The kind of content, in error messages.
+_WHAT = "data state"
 
 # Fields of `pipeline`. A mixture's datasets, keyed by name:
 DATASETS = "datasets"
@@ -34,7 +36,7 @@ DATASETS = "datasets"
 NUM_EPOCH = "num_epoch"
 # The steps of a pipeline, first to last.
 STEPS = "steps"
-# The stages of a run, and the first step of each.
+# The stages of a run, and the number of training steps before each.
 STAGES = "stages"
 BEGINS = "begin_steps"
 # The number of logical shards, the same in all stages.
@@ -43,6 +45,7 @@ NUM_SHARDS = "num_logical_shards"
 _MAX_SHOWN = 5
 
 Pipeline = Mapping[str, Any]
+StateDict = dict[str, storage.Json]
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -51,7 +54,7 @@ class Progress:
     """How far a run with stages has progressed.
 
     Attributes:
-      step: the training step of the next batch; None if unknown.
+      step: the number of training steps so far; None if unknown.
       begun: the number of stages in which shards may have cursors.
     """
 
@@ -75,7 +78,7 @@ class DataState:
 
     engine: str
     position: dict[str, storage.Json]
-    pipeline: dict[str, storage.Json]
+    pipeline: dict[str, Any]
     left_out: Ranges = ()
     progress: Progress | None = None
 
@@ -95,11 +98,22 @@ class DataState:
         return now | stage if BEGINS in self.pipeline else now
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderState(DataState):
+    """A data state of a loader without JAX, with its cursors.
+
+    Attributes:
+      at_end: whether the loader had delivered all batches of finite data.
+      cursors: the cursors of the shards that the loader runs.
+    """
+
+    at_end: bool
+    cursors: cursors.Cursors
+
+
 def write(directory: epath.PathLike, state: DataState) -> None:
     """Writes `state` into `directory` atomically."""
-    progress = state.progress and vars(state.progress)
-    fields: dict[str, Any] = {**vars(state), "progress": progress}
-    content = checked_json.to_bytes(fields, version=VERSION)
+    content = checked_json.to_bytes(to_fields(state), version=cursors.VERSION)
     storage.write_atomic(epath.Path(directory) / FILE_NAME, content)
 
 
@@ -110,18 +124,65 @@ def read(directory: epath.PathLike) -> DataState:
       DataError: see `checked_json.read`.
     """
     path = epath.Path(directory) / FILE_NAME
-    return of_fields(checked_json.read(path, what="data state", version=VERSION))
+    fields = checked_json.read(path, what=_WHAT, version=cursors.VERSION)
+    return _of_fields(DataState, fields)
 
 
-def of_fields(fields: Mapping[str, Any]) -> DataState:
-    """Creates a state from the fields of its file."""
-    progress = fields.get("progress")
-    return DataState(
+def to_fields(state: DataState) -> StateDict:
+    """The fields of a state as JSON, without its cursors."""
+    fields = {name: each for name, each in vars(state).items() if name != "cursors"}
+    progress = state.progress and dict(vars(state.progress))
+    return fields | {"left_out": [*map(list, state.left_out)], "progress": progress}
+
+
+def to_json(state: LoaderState) -> StateDict:
+    """A state and its cursors as one part."""
+    part = cursors.to_part(state.cursors, state.position)
+    return checked_json.sealed(to_fields(state) | part, version=cursors.VERSION)
+
+
+def of_parts(parts: Mapping[str, Any]) -> LoaderState:
+    """Joins the parts of a state, keyed by name: JSON objects, or texts of them.
+
+    Raises:
+      DataError: if a part is invalid or was altered, or if parts are missing or from
+        different steps; see `cursors.joined`.
+    """
+    checked: dict[str, dict[str, Any]] = {}
+    for name, part in parts.items():
+        try:
+            checked[name] = (
+                checked_json.parse(part.encode(), what=_WHAT, version=cursors.VERSION)
+                if isinstance(part, str)
+                else checked_json.unsealed(part, what=_WHAT, version=cursors.VERSION)
+            )
+        except checked_json.UnreadableError as problem:
+            raise errors.DataError(
+                f"{name} {problem}; load a state that LocalBatches, TorchLoader or"
+                " ShardedState returned, with all of its parts"
+            ) from None
+    fields = cursors.joined(checked)
+    if "pipeline" not in fields:
+        raise errors.DataError(
+            f"the state lacks the part with its pipeline; it has only {[*checked]};"
+            " load all of its parts together"
+        )
+    more = {name: fields[name] for name in ("at_end", cursors.CURSORS)}
+    return _of_fields(LoaderState, fields, **more)
+
+
+S = TypeVar("S", bound=DataState)
+
+
+def _of_fields(kind: type[S], fields: Mapping[str, Any], **more: Any) -> S:
+    progress = fields["progress"]
+    return kind(
         engine=fields["engine"],
         position=fields["position"],
         pipeline=fields["pipeline"],
-        left_out=tuple((start, stop) for start, stop in fields.get("left_out", ())),
+        left_out=tuple((start, stop) for start, stop in fields["left_out"]),
         progress=None if progress is None else Progress(**progress),
+        **more,
     )
 
 
@@ -213,7 +274,7 @@ def stages_of(pipeline: Pipeline) -> list[dict[str, Any]]:
 
 
 def begins_of(pipeline: Pipeline) -> list[int]:
-    """The step at which each stage begins."""
+    """The number of training steps before each stage."""
     return pipeline.get(BEGINS, [0])
 
 

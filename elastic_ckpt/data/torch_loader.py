@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils import data as torch_data
 from torchdata import stateful_dataloader
 
-from elastic_ckpt.data import local_batches
+from elastic_ckpt.data import local_batches, state
 
 
 class TorchLoader(stateful_dataloader.StatefulDataLoader):
@@ -47,7 +47,7 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
             self._batches.reset()
         return super().__iter__()
 
-    def state_dict(self) -> local_batches.StateDict:
+    def state_dict(self) -> state.StateDict:
         """The state after the last delivered batch, even if workers are far ahead.
 
         With `snapshot_every_n_steps`, this rereads the batches since the last snapshot.
@@ -58,7 +58,8 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
         workers = saved["_snapshot"]["_worker_snapshots"].values()
         states = [worker["fetcher_state"]["dataset_iter_state"] for worker in workers]
         ended = saved["_iterator_finished"]
-        batches = self._batches.at(local_batches.merged(states, at_end=ended))
+        merged = local_batches.merged(states, at_end=ended)
+        batches = local_batches.of_worker(self._batches, 0, 1, merged)
         for _ in range(0 if ended else saved["_steps_since_snapshot"]):
             next(batches)
         batches.close()

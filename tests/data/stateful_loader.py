@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 
-import grain
 import numpy as np
 
 from elastic_ckpt.data import local_batches, sharded_data, torch_loader
@@ -20,21 +19,19 @@ def mixture():
     return sharded_data.sharded(make_shard, num_shards=48, pipeline="mixture")
 
 
-def numbers(shard):
-    drawn = grain.MapDataset.range(shard, 5 * SIZE, SIZE)
-    examples = drawn.map(lambda number: {"tokens": np.array(number)})
-    return examples.to_iter_dataset(pipelines.IN_CALLER)
-
-
-def finite():
+def finite(sizes, packing, num_shards):
+    """Mixtures that end; some shards have no document."""
+    make_shard = functools.partial(
+        pipelines.mixture, num_shards=num_shards, packing=packing, sizes=sizes
+    )
     return sharded_data.sharded(
-        numbers, num_shards=SIZE, end="padded", pipeline="numbers"
+        make_shard, num_shards=num_shards, end="padded", pipeline="mixture"
     )
 
 
-def loader(rank=0, num_ranks=1, *, data=mixture, **options):
+def loader(rank=0, num_ranks=1, *, data=None, size=SIZE, **options):
     rows = local_batches.LocalBatches(
-        data(), rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
+        data or mixture(), rank=rank, num_ranks=num_ranks, global_batch_size=size
     )
     return torch_loader.TorchLoader(rows, **options)
 
@@ -85,20 +82,26 @@ def later_iterations(**options):
     assert rows([iter(made)]) == rows(one)
 
 
-def passes(num_workers):
-    """Each pass over data that ends is whole, and may begin at any of its batches."""
-    made, other = (loader(data=finite, num_workers=num_workers) for _ in range(2))
-    expected = [list(range(at, at + SIZE)) for at in range(0, 60, SIZE)]
-    for num_taken in range(1, 6):
-        taken = itertools.islice(made, num_taken)
-        assert [batch["tokens"].tolist() for batch in taken] == expected[:num_taken]
-        other.load_state_dict([made.state_dict()])
-        rest = [batch["tokens"].tolist() for batch in other]
-        assert rest == expected[num_taken:]
-        # To its end, which can be loaded, too: it begins another pass.
-        assert [batch["tokens"].tolist() for batch in made] == rest
-        other.load_state_dict(made.state_dict())
-        assert [batch["tokens"].tolist() for batch in other] == expected
+def stops(saved_by, loaded_by, data):
+    """Finite data goes on after each of its batches; after its end, it begins again.
+
+    The state is of a loader with `saved_by` workers; one with `loaded_by` loads it.
+    """
+    one, made, other = (
+        loader(data=finite(*data), size=2, num_workers=number)
+        for number in (0, saved_by, loaded_by)
+    )
+    expected = [rows([iter([batch])]) for batch in one]
+    taken = iter(made)
+    for number in range(len(expected) + 1):
+        other.load_state_dict(json.loads(json.dumps(made.state_dict())))
+        rest = [rows([iter([batch])]) for batch in other]
+        assert rest == expected[number:], (data, number)
+        is_more = next(taken, None) is not None
+        assert is_more == (number < len(expected))
+    other.load_state_dict(made.state_dict())
+    assert [rows([iter([batch])]) for batch in other] == expected
+    return len(expected) + 1
 
 
 if __name__ == "__main__":
@@ -107,6 +110,14 @@ if __name__ == "__main__":
     later_iterations(
         num_workers=2, multiprocessing_context="forkserver", persistent_workers=True
     )
-    for num_workers in (0, 1, 3):
-        passes(num_workers)
+    for saved_by, loaded_by in ((0, 2), (2, 1)):
+        stops(saved_by, loaded_by, ((1, 12), "first_fit", 9))
+    # A loader in this process loads the state without starting any worker.
+    packings = [None, "", "first_fit", "concat_then_split"]
+    finite_data = itertools.product([(1, 12), (2, 2), (7, 3)], packings, [1, 4, 9])
+    tried = [
+        stops(saved_by, 0, data)
+        for data, saved_by in itertools.product(finite_data, (0, 2, 3))
+    ]
+    assert sum(tried) > 500
     print("all are equal")

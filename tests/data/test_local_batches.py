@@ -3,9 +3,12 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
+import operator
 import pathlib
+import pickle
 
 import grain
 import jsonschema
@@ -92,7 +95,7 @@ def world(data, num_ranks=1, size=SIZE, *, num_workers=0, states=None, **more):
 
 def next_rows(ranks):
     """The rows of the next global batch, by rank."""
-    return list(itertools.chain.from_iterable(worlds.by_row(next(r)) for r in ranks))
+    return [row for rank in ranks for row in worlds.by_row(next(rank))]
 
 
 # Ranks and rows; workers; batches ahead, and taken; how old a state, and its form.
@@ -152,6 +155,57 @@ def test_any_history_of_ranks_and_workers_has_the_rows_of_one_host(
         saved.append((of_one, save(ranks) if by_shard else states))
 
 
+# Ranks, and the workers of the loader of one.
+FINITE_WORLDS = st.sampled_from([(1, 0), (2, 0), (1, 2), (1, 3)])
+
+
+@settings(max_examples=15)
+@given(
+    # Of documents of the mixture; some shards have none.
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    packing=st.sampled_from([None, "", "first_fit", "concat_then_split"]),
+    num_shards=st.sampled_from([1, 2, 4, 6, 9, 12]),
+    size=st.sampled_from([4, 6, 12]),
+    saved_by=FINITE_WORLDS,
+    loaded_by=FINITE_WORLDS,
+    ahead=st.integers(0, 2),
+)
+def test_finite_data_continues_after_each_of_its_batches_however_it_was_saved(
+    tmp_path_factory, sizes, packing, num_shards, size, saved_by, loaded_by, ahead
+):
+    make_shard = functools.partial(
+        pipelines.mixture, num_shards=num_shards, packing=packing, sizes=sizes
+    )
+    data = sharded_data.sharded(
+        make_shard, num_shards=num_shards, pipeline="mixture", end="padded"
+    )
+    # Ranks agree that there is more: all batches after the end are padding.
+    opened = functools.partial(
+        world, data, size=size, agree=functools.partial(operator.or_, True)
+    )
+    (one,), (num_ranks, num_workers) = opened(), saved_by
+    expected = [next_rows([one]) for _ in range(6)]
+    ranks = opened(num_ranks, num_workers=num_workers, read_ahead=ahead)
+    hosts = worlds.World(data, num_ranks, size)
+    for number in range(6):
+        states = [through_text(rank.state_dict()) for rank in ranks]
+        hosts.write(directory := tmp_path_factory.mktemp("data"))
+        others = worlds.World(data, loaded_by[0], size)
+        others.read(directory)
+        ways = [
+            opened(loaded_by[0], num_workers=loaded_by[1], states=each)
+            for each in (states, save(ranks))
+        ]
+        if not num_workers:
+            ways.append(pickle.loads(pickle.dumps(ranks)))  # noqa: S301
+        for following in expected[number:]:
+            found = [next_rows(way) for way in ways]
+            assert [*found, worlds.by_row(others.whole())] == [following] * (
+                len(ways) + 1
+            )
+        assert next_rows(ranks) == worlds.by_row(hosts.whole()) == expected[number]
+
+
 @pytest.mark.parametrize("data", [sharded("plain"), positional()])
 @pytest.mark.parametrize(
     ("module", "name"), [(rows, "after"), (shard_rows, "with_ids")]
@@ -197,14 +251,14 @@ def test_a_state_of_a_users_iterator_comes_back_as_it_was():
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        (lambda _: None, r"rank 0 is not a state of LocalBatches; load"),
-        (lambda _: [], "rank 0 is not a state of LocalBatches"),
-        (lambda _: {"_num_yielded": 3}, r"rank 0 is not a state of .*; load"),
-        (lambda own: [own, None], "rank 1 is not a state of LocalBatches"),
+        (lambda _: None, "rank 0 is not a data state; load a state that LocalBatches"),
+        (lambda _: [], "rank 0 is not a data state"),
+        (lambda _: {"_num_yielded": 3}, "rank 0 is not a data state"),
+        (lambda own: [own, None], "rank 1 is not a data state"),
         (lambda own: own | {"version": 2}, "version 2, but this release reads"),
         (lambda own: own | {"at_end": True}, "rank 0 was altered"),
-        (lambda own: [own, of_part(0, 1, 0)], r"rank 1 is at position .*at the same"),
-        (lambda _: [of_part(0, 4, 1)], r"lacks logical shards \[3, 4.*as a list"),
+        (lambda own: [own, of_part(0, 1, 0)], "rank 1 has position .*the same step"),
+        (lambda _: [of_part(0, 4, 1)], r"logical shards: \[3, 4.*as a list"),
         (
             lambda _: world(sharded("plain"))[0].state_dict(),
             'saved "plain", now "everything"',
@@ -230,7 +284,7 @@ def of_part(rank, num_ranks, num_batches):
 
 
 ROOM = pathlib.Path(elastic_data.__file__).parent
-SCHEMA = json.loads((ROOM / "schemas" / "local_batches.json").read_text())
+SCHEMA = json.loads((ROOM / "schemas" / "data_state.json").read_text())
 
 
 def test_a_state_is_of_the_schema_and_of_the_golden_file():
@@ -325,22 +379,18 @@ def test_no_worker_runs_a_shard_of_another_if_there_are_as_many_as_suggested(
 
 
 def test_entries_that_do_not_belong_together_are_refused():
-    two = world(sharded("everything"), 2)
+    two, (one,) = world(sharded("everything"), 2), world(sharded("everything"))
     next_rows(two)
-    saved = save(two)
+    saved, before, name = save(two), save([one]), "shard_00003"
     next_rows(two)
-    another = save(two)["shard_00003"]
-    (one,) = world(sharded("everything"))
-    before = save([one])
-    missing = {name: each for name, each in saved.items() if name != "shard_00007"}
-    altered = saved["shard_00003"].replace('"cursor": {', '"cursor": {"a": 1, ')
+    altered = saved[name].replace('"cursors": {', '"cursors": {"a": 1, ')
     for wrong, problem in (
-        (saved | {"shard_00003": another}, "'shard_00003' of the data state is at p"),
-        (missing, r"lacks logical shards \[7\]"),
-        ({"shard_00003": another}, "has no entry 'position'"),
-        (saved | {"shard_00003": altered}, "'shard_00003'.*digest differs"),
-        (saved | {"shard_00003": None}, "'shard_00003'.*is truncated"),
-        (saved | {"position": json.dumps({"version": 1})}, "'position'.*altered"),
+        (saved | {name: save(two)[name]}, "entry 'shard_00003' has position"),
+        (dict([*saved.items()][:-1]), r"logical shards: \[\d+\]"),
+        ({name: saved[name]}, "lacks the part with its pipeline"),
+        (saved | {name: altered}, "'shard_00003'.*digest differs"),
+        (saved | {name: None}, "'shard_00003'.*is not a data state"),
+        (saved | {"position": "{"}, "'position'.*is truncated"),
     ):
         with pytest.raises(errors.DataError, match=problem):
             sharded_state.ShardedState(one).load_state_dict(wrong)

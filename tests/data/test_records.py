@@ -112,8 +112,8 @@ def test_a_row_may_need_one_record_of_an_epoch_or_many_epochs_but_not_none(
             assert set(world.batch()["number"]) <= {68, 69, 70, 71}
         return
     message = (
-        r"data files from .*numbers-0 on: 6,00\d consecutive records, more than two"
-        " epochs, produced no row; check whether a fil"
+        r"data files from .*numbers-0 on: logical shard \d read 6,00\d consecutive"
+        " records, 8 epochs of its share, without producing a row; check whether a fil"
     )
     with pytest.raises(errors.DataError, match=message):
         world.batch()

@@ -198,7 +198,7 @@ def test_stages_that_do_not_fit_are_refused(files):
     )
     for stages_of, message in (
         ([], "list of stages is empty; pass"),
-        ([(0, data, None), (0, data, None)], r"begin at steps \[0, 0\]"),
+        ([(0, data, None), (0, data, None)], r"begin after \[0, 0\]"),
         ([(0, data, 6), (1, data, 0)], r"global_batch_size \[6, 0\]; set"),
         ([(0, data, None), (5, finite, None)], "different values of end"),
         ([(0, data, None), (3, renamed, None)], "differently .*books is now named web"),

@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 import re
 
 import pytest
@@ -20,7 +21,7 @@ POSITION = {"batches": [[24, 3], [12, 2]]}
 
 def part(*shards):
     """The cursors of some shards."""
-    return {shard: {"next_index": 10 * shard} for shard in shards}
+    return {shard: {"row": 10 * shard, "state": {}} for shard in shards}
 
 
 def refused(match):
@@ -83,12 +84,12 @@ def test_a_reader_needs_the_files_of_its_shards_alone(tmp_path):
         cursors.read(tmp_path, [1, 5], POSITION)
     with refused(r"lacks 2 of 3 logical shards: \[2, 3\]; restore their files"):
         cursors.read(tmp_path, [1, 2, 3], POSITION)
-    with refused("the file is from a different step"):
+    with refused("00001.json.gz has position .* all parts .* from the same step"):
         cursors.read(tmp_path, [0], {"batches": [[24, 2]]})
     (tmp_path / "shards-00000-00001.json.gz").rename(
         tmp_path / "shards-00002-00004.json.gz"
     )
-    with refused("2 shards, but .* shards 2 to 4"):
+    with refused(r"lacks 1 of 1 logical shards: \[3\]"):
         cursors.read(tmp_path, [3], POSITION)
 
 
@@ -175,3 +176,10 @@ def test_stages_that_have_begun_stay():
 def test_a_state_of_another_engine_is_refused():
     with refused('engine: saved "positional", now "sharded"'):
         state.check_same_pipeline(STATE, "sharded", STATE.pipeline)
+
+
+def test_the_end_of_a_shard_is_newer_than_its_last_restart_point_and_none_is_oldest():
+    of_rows = [{"row": n, what: {}} for n in (0, 2) for what in ("state", "ended")]
+    for older, newer in itertools.combinations([None, *of_rows], 2):
+        for both in ((older, newer), (newer, older)):
+            assert cursors.newest({7: each} for each in both) == {7: newer}

@@ -366,14 +366,14 @@ REFUSALS = {
     ),
     # Stages.
     "stages that begin late": row(keys_of_a_file, writes=True)(
-        r"begin at steps \[5\]", data_stages=[{"begin_step": 5}]
+        r"begin after \[5\]", data_stages=[{"begin_step": 5}]
     ),
     "no stage": in_stages("data_stages does not contain a list of stages; list"),
     "stages that are names": in_stages(
         "data_stages does not contain a list of stages; list", "short", "long"
     ),
     "a stage without a beginning": in_stages(
-        "stage 1: begin_step is missing or invalid; set it to the training step",
+        "stage 1: begin_step is missing or invalid; set it to the number of",
         *({"begin_step": 0}, {"max_target_length": 3}),
     ),
     "stages of which some have a size": in_stages(

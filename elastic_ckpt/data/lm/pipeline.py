@@ -231,9 +231,13 @@ def from_config(
     With `num_logical_shards`, the data is like the result of `sharded`; otherwise, it
     is like the result of `positional`, with one row per document of ArrayRecord files.
 
-        from_config(grain_train_files="a*.parquet", grain_file_type="parquet",
-                    num_logical_shards=64)
-        from_config(ec.load_config("train.yml").data, num_logical_shards=64)
+        data = ec.data.from_config(
+            grain_train_files="a*.parquet",
+            grain_file_type="parquet",
+            num_logical_shards=64,
+        )
+        keys = ec.load_config("train.yml").data
+        data = ec.data.from_config(keys, num_logical_shards=64)
 
     Args:
       data: the data keys, from a configuration or in a mapping.
