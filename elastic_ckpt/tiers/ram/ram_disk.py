@@ -233,8 +233,8 @@ class StepFiles:
                 done += read
             return os.fstat(file.fileno()).st_size
 
-    def mapped(self, leaf: Leaf, box: Box) -> np.ndarray:
-        """See `source.MappedSource`."""
+    def lent(self, leaf: Leaf, box: Box) -> np.ndarray:
+        """Maps the values of a part; see `source.LendingSource`."""
         num_bytes = leaf.num_bytes(box)
         with self._opened(leaf, box) as file:
             if (length := os.fstat(file.fileno()).st_size) < num_bytes:
