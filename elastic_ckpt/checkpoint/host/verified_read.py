@@ -40,6 +40,8 @@ from elastic_ckpt.tiers.source import (
 # for a while after a device has received it.
 _BLOCK_BYTES = layout.CHUNK_BYTES
 _NUM_BLOCKS = 4
+# At most 64 boxes, some of which may be mapped files.
+_MOST_BOXES = 16
 # The other half are the saved boxes that threads are reading.
 _READ_BYTES = 2**28
 _THREADS = 8
@@ -212,7 +214,7 @@ class VerifiedReader:
                     if isinstance(source, RepairableSource):
                         source.repair(leaf, box, content)
                     mended.append(name)
-                except (errors.CheckpointError, RepairError, OSError) as error:
+                except (errors.ElasticCkptError, RepairError, OSError) as error:
                     logging.warning("%s at host %s: %s", name, holder.host.id, error)
         return mended
 
@@ -325,7 +327,8 @@ class _Reading:
         first = num_bytes = 0
         for at in range(len(self._of_boxes)):
             size = self._num_bytes(at)
-            if num_bytes and num_bytes + size > _BLOCK_BYTES:
+            is_full = num_bytes + size > _BLOCK_BYTES or at - first == _MOST_BOXES
+            if at > first and is_full:
                 yield range(first, at)
                 first, num_bytes = at, 0
             num_bytes += size

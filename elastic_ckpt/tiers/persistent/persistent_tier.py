@@ -218,6 +218,7 @@ class StepSource:
             raise ReadError("is missing") from None
         # TensorStore raises ValueErrors.
         except (*bucket_clients.failures(), ValueError) as error:
+            errors.check_open_files(error)
             raise ReadError(f"cannot be read ({error})") from error
         if len(content) < least:
             raise ReadError(
