@@ -310,7 +310,11 @@ class Restorer:
                     )
                 try:
                     components, make = self._read(checkpoint)
-                except (errors.CheckpointError, errors.ConfigError) as error:
+                except (
+                    errors.CheckpointError,
+                    errors.ConfigError,
+                    errors.OpenFilesError,
+                ) as error:
                     # All drivers get this error; hosts drop the values that they have
                     # read.
                     self._hosts.all(HostReader.close_step)

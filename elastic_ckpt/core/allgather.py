@@ -289,11 +289,13 @@ def answers(outcomes: Mapping[int, Mapping[str, Any]]) -> list[Any]:
 
     Raises:
       ReplacedError: if a host found that a later launch has continued the run.
+      OpenFilesError: if a host could open no more files.
       HostsFailedError: if the call failed on a host for a different reason.
     """
     problems = {n: each["failed"] for n, each in outcomes.items() if "failed" in each}
-    if any(each.get("kind") == "ReplacedError" for each in outcomes.values()):
-        raise errors.ReplacedError("; ".join(dict.fromkeys(problems.values())))
+    for kind in (errors.ReplacedError, errors.OpenFilesError):
+        if any(each.get("kind") == kind.__name__ for each in outcomes.values()):
+            raise kind("; ".join(dict.fromkeys(problems.values())))
     if problems:
         raise errors.HostsFailedError(problems)
     return [each["answer"] for each in outcomes.values()]

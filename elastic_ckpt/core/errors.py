@@ -9,7 +9,10 @@ printed.
 from __future__ import annotations
 
 import copyreg
+import errno
 import itertools
+import os
+import resource
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,12 +80,27 @@ class ReplacedError(RunError):
     """A run that a later launch has continued; nothing that this one saves is used."""
 
 
+class OpenFilesError(RunError):
+    """The process could not open one more file, which may be as good as any."""
+
+
 class DivergedError(RunError):
     """A run that a callback has stopped, such as after a divergence."""
 
 
 class StoppedError(RunError):
     """A run that received SIGTERM and could not save before it stopped."""
+
+
+def check_open_files(error: Exception) -> None:
+    """Raises an OpenFilesError if `error` says that too many files are open."""
+    # TensorStore's errors have no number.
+    if os.strerror(errno.EMFILE) in str(error):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OpenFilesError(
+            f"this process could open no more files ({error}), of which it may have"
+            f" {limit}; raise the limit (ulimit -n), and restart the run"
+        ) from error
 
 
 def first_of(names: Iterable[str]) -> str:

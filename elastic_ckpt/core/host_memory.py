@@ -8,17 +8,29 @@ for reuse avoid this cost.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 import pathlib
 import re
 import resource
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
 import psutil
 
 _HUGE_PAGE_BYTES = 2 * 2**20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    *3 * [ctypes.c_int],
+    ctypes.c_long,
+]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def allocate(num_bytes: int) -> np.ndarray:
@@ -33,6 +45,33 @@ def allocate(num_bytes: int) -> np.ndarray:
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)[:num_bytes]
+
+
+def map_file(
+    descriptor: int, num_bytes: int, *, flags: int, writes: bool
+) -> np.ndarray:
+    """Maps the beginning of an open file, which may be closed afterwards.
+
+    Before Python 3.13, `mmap.mmap` keeps a duplicate of the descriptor, so a state's
+    files would exceed the limit of open files.
+
+    Returns:
+      The file's memory, uint8 `[num_bytes]`.
+
+    Raises:
+      OSError: if the file cannot be mapped.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
+    address = _LIBC.mmap(None, num_bytes, protection, flags, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    pages = (ctypes.c_uint8 * num_bytes).from_address(address)
+    # Threads may use the memory until the process ends.
+    unmapped = weakref.finalize(pages, _LIBC.munmap, address, num_bytes)
+    unmapped.atexit = False  # pyrefly: ignore
+    memory = np.frombuffer(memoryview(pages), np.uint8)
+    memory.flags.writeable = writes
+    return memory
 
 
 def available_bytes() -> int:

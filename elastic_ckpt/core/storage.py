@@ -196,7 +196,7 @@ def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
       OSError: if there is not enough space.
     """
     # Agents import this module but do not need NumPy.
-    import numpy as np
+    from elastic_ckpt.core import host_memory
 
     before("create", path)
     os.makedirs(os.path.dirname(os.fspath(path)), exist_ok=True)
@@ -204,8 +204,10 @@ def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
         try:
             # Otherwise, a write into the mapping would raise SIGBUS on a full disk.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
-            mapping = mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED)
-            return np.frombuffer(mapping, np.uint8), os.fstat(file.fileno()).st_ino
+            mapped = host_memory.map_file(
+                file.fileno(), num_bytes, flags=mmap.MAP_SHARED, writes=True
+            )
+            return mapped, os.fstat(file.fileno()).st_ino
         except BaseException:
             os.unlink(path)
             raise

@@ -70,13 +70,13 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class MappedSource(Source, Protocol):
-    """A source in the memory of this machine."""
+class LendingSource(Source, Protocol):
+    """A source that has values in memory of its own."""
 
-    def mapped(self, leaf: Leaf, box: Box) -> np.ndarray:
-        """Maps the values of a part, uint8, read-only.
+    def lent(self, leaf: Leaf, box: Box) -> np.ndarray:
+        """Returns the values of a part, uint8, read-only.
 
-        The values may change once the step is removed.
+        On a RAM disk, they may change once the step is removed.
 
         Raises:
           ReadError: see `read_into`.

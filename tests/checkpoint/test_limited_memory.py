@@ -5,8 +5,14 @@
 saves or restores a large state in `ram` or `storage`. `RLIMIT_DATA` is what the process
 has once it has saved and loaded a small step, and has the state, and `EXTRA` MiB. Files
 of a RAM disk that are mapped do not count.
+
+    python -m tests.checkpoint.test_limited_memory files DIRECTORY
+
+saves and restores many leaves in all tiers, in a process that may open few files.
 """
 
+import contextlib
+import os
 import pathlib
 import resource
 import subprocess
@@ -19,6 +25,12 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import elastic_ckpt as ec
+from elastic_ckpt.checkpoint.host.verified_read import VerifiedReader
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.peers import agent
+from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
+from elastic_ckpt.tiers.ram import ram_disk
 from tests import shared_memory
 
 NAMES = [f"w{number:02}" for number in range(20)]
@@ -67,6 +79,42 @@ def main(what, tier, directory, gib, extra_mib):
             assert jnp.array_equal(state[name], leaf(number, size)), name
 
 
+def save_and_restore_with_few_files(directory):
+    """Does so with 128 files, and reads with none that may still be opened."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+    ram, stored, secret = (f"{directory}/{n}" for n in ("ram", "stored", "ram/secret"))
+    state = {f"w{number}": leaf(number, 24 * 2**10) for number in range(2000)}
+    own = [ec.Local(ram, every=1), ec.Persistent(stored, every=1)]
+    with ec.Checkpointer(own, run="run-7") as checkpointer:
+        assert checkpointer.save(1, state)
+        checkpointer.wait()
+    with contextlib.closing(agent.AgentProcess(agent.Service(root=ram))) as process:
+        peers = ec.Peers(known=(process.address.url,), secret_file=secret)
+        for near, tiers in (
+            ("local", own[:1]),
+            ("distant", [ec.Local(f"{directory}/other", every=1), peers]),
+            ("persistent", own[1:]),
+        ):
+            with ec.Checkpointer(tiers, run="run-7") as checkpointer:
+                restored = checkpointer.load(1, state)
+            for name in state:
+                assert jnp.array_equal(restored[name], state[name]), (near, name)
+    root = persistent_root.PersistentRoot.from_path(stored)
+    for tier in (
+        ram_disk.RamDisk(ram, run="run-7"),
+        persistent_tier.PersistentTier(root, run="run-7"),
+    ):
+        reader = VerifiedReader(find.search([tier]).newest().found)
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                while True:
+                    stack.callback(os.close, os.dup(0))
+            with pytest.raises(errors.OpenFilesError, match="could open no more files"):
+                reader.values(0)
+        assert not reader.bad
+        reader.values(0)
+
+
 def run(*arguments):
     command = [sys.executable, "-m", "tests.checkpoint.test_limited_memory"]
     return subprocess.run(
@@ -91,5 +139,14 @@ def test_the_limit_is_one(tmp_path):
     assert run("restore", "storage", tmp_path, 0.75, -512).returncode != 0
 
 
+def test_many_leaves_need_few_files_in_all_tiers():
+    with shared_memory.directory("few_files") as directory:
+        done = run("files", directory)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "files":
+        save_and_restore_with_few_files(*sys.argv[2:])
+    else:
+        main(*sys.argv[1:])

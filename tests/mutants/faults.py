@@ -39,6 +39,20 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/checkpoint/host/test_verified_read.py",),
     ),
     Fault(
+        "a restore begins to read all boxes at once",
+        "elastic_ckpt/checkpoint/host/verified_read.py",
+        "+ len(runs) > _NUM_BLOCKS:",
+        "+ len(runs) > 16 * _NUM_BLOCKS:",
+        ("tests/checkpoint/host/test_verified_read.py",),
+    ),
+    Fault(
+        "a lack of descriptors is taken for a bad copy",
+        "elastic_ckpt/core/errors.py",
+        "if os.strerror(errno.EMFILE) in str(error):",
+        "if os.strerror(errno.ENOSPC) in str(error):",
+        ("tests/core/test_errors.py",),
+    ),
+    Fault(
         "a box is read up to the element before its last",
         "elastic_ckpt/steps/read_plan.py",
         "stop=np.minimum(wanted.boxes.stop[of_wanted], table.boxes.stop[item]),",

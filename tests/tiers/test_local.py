@@ -82,7 +82,7 @@ def read(files, leaf, box):
     """The values of a part, as a restore reads them, and mapped."""
     values = np.empty(box.shape, leaf.dtype)
     files.read_into(leaf, box, memoryview(values.reshape(-1).view(np.uint8)))
-    mapped = files.mapped(leaf, box)
+    mapped = files.lent(leaf, box)
     assert mapped.tobytes() == values.tobytes()
     assert not mapped.flags.writeable
     return values
@@ -185,7 +185,7 @@ def test_what_cannot_give_the_bytes_is_a_read_error(disk, host):
     path = pathlib.Path(disk.step_directory(0, StepId(3, "0")), "w", "c", "0")
 
     def is_refused(message):
-        for act in (lambda *each: read(files, *each), files.mapped):
+        for act in (lambda *each: read(files, *each), files.lent):
             with pytest.raises(source.ReadError, match=message):
                 act(*part)
 

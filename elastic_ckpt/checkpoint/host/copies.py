@@ -143,7 +143,7 @@ def fetch(
         for got in futures.as_completed([pool.submit(take, item) for item in listed]):
             try:
                 sizes.append(got.result())
-            except errors.CheckpointError as error:
+            except (errors.CheckpointError, errors.OpenFilesError) as error:
                 problems.append(str(error))
     # Without repetitions: a cause that fails one write fails all later writes.
     problems = list(dict.fromkeys([*problems, *map(str, reader.bad)]))

@@ -182,7 +182,8 @@ class HostReader:
             found = find.of_save(self._world.tiers, step_id)
         domain = self._world.copy_policy.domain
         near = Nearness(found.table, self._world.own.host, domain=domain)
-        self._restoring = _Restoring(found, VerifiedReader(found, near))
+        maps = not self._world.chosen.is_read_only
+        self._restoring = _Restoring(found, VerifiedReader(found, near, maps=maps))
 
     @calls.call()
     def opened(self) -> Contents:
@@ -242,9 +243,7 @@ class HostReader:
         ]
         # Frees the values read before, which are on the devices.
         restoring.placed = {}
-        restoring.placed = verified_read.read_leaves(
-            restoring.reader, wanted, maps=not self._world.chosen.is_read_only
-        )
+        restoring.placed = verified_read.read_leaves(restoring.reader, wanted)
         restoring.others_made = {
             name: read(restoring.reader) for name, read in restoring.others.items()
         }

@@ -118,10 +118,12 @@ class WantedLeaf:
       shape: the saved shape of the whole array.
       boxes: the boxes that this host needs, without repetitions.
       place: a function that takes a box's index and values, and moves the values to
-        where they are needed; their memory may be reused afterwards.
+        where they are needed.
       join: a function that builds the leaf from the results of `place` for all boxes,
         in order.
-      is_moved: whether `place` copies the values out of the host's memory.
+      is_moved: whether `place` copies the values; their memory is reused once the
+        results are ready.
+      is_far: whether `place` sends the values to accelerators.
     """
 
     path: str
@@ -130,6 +132,7 @@ class WantedLeaf:
     place: Callable[[int, np.ndarray], Any]
     join: Callable[[list[Any]], Any]
     is_moved: bool = False
+    is_far: bool = False
 
     def make(self, values: Sequence[np.ndarray]) -> Any:
         """Builds the leaf from the values of all boxes, in order."""
@@ -307,7 +310,7 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
     if sharding.memory_kind not in (None, device.default_memory().kind):
         # Pieces can only be assembled in the default memory of devices.
         most_bytes = None
-    elif most_bytes is None and is_far:
+    elif most_bytes is None:
         # Each chunk's file can then be sent unchanged.
         most_bytes = layout.CHUNK_BYTES
     pieces = [
@@ -315,6 +318,8 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         for box in places
         for piece in _cut(box, np.dtype(dtype).itemsize, most_bytes)
     ]
+    # Pieces of different boxes that share saved boxes are then read together.
+    pieces.sort(key=lambda each: each[1].start)
     # The box that is being assembled from pieces on each device.
     growing: dict[Sharding, jax.Array] = {}
 
@@ -322,22 +327,27 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         box, piece = pieces[number]
         values = cast(leaf.path, values, dtype)
         placed = [jax.device_put(values, place) for place in places[box]]
-        if not is_far:
-            # These arrays share the memory of `values`. Such memory cannot be donated,
-            # so the next step would copy it and allocate the new state beside it.
-            placed = [
-                jax.device_put(each, place, may_alias=False)
-                for each, place in zip(placed, places[box], strict=True)
-            ]
         if piece == box:
-            return placed
+            # On a CPU, these arrays share the memory of `values`. Such memory cannot be
+            # donated, so the next step would allocate the new state beside it.
+            return (
+                placed
+                if is_far
+                else jax.device_put(placed, places[box], may_alias=False)
+            )
         start = [a - b for a, b in zip(piece.start, box.start, strict=True)]
         # A program may have disallowed implicit transfers, such as those of numbers.
         with jax.transfer_guard("allow"):
             for place, part in zip(places[box], placed, strict=True):
                 if not any(start):
-                    growing[place] = jnp.empty(box.shape, part.dtype, device=place)
+                    # `jnp.empty(device=...)` would make zeros on the first device, too.
+                    empty = jax.jit(
+                        jax.lax.empty, static_argnums=(0, 1), out_shardings=place
+                    )
+                    growing[place] = empty(box.shape, part.dtype)
                 growing[place] = _updated(growing[place], part, start)
+        # The caller cannot wait for these arrays, because the next piece donates them.
+        jax.block_until_ready([growing[place] for place in places[box]])
         if piece.stop != box.stop:
             return []
         return [growing.pop(place) for place in places[box]]
@@ -353,6 +363,7 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
             )
         ),
         is_moved=True,
+        is_far=is_far,
     )
 
 

@@ -16,7 +16,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,20 +24,27 @@ from absl import logging
 
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import background, digest, errors, host_memory
-from elastic_ckpt.steps import read_plan
+from elastic_ckpt.steps import layout, read_plan
 from elastic_ckpt.steps.read_plan import Nearness
 from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.source import (
-    MappedSource,
+    LendingSource,
     ReadError,
     RepairableSource,
     RepairError,
 )
 
+# A restore holds at most 512 MiB beside the state. Half of it are boxes on their way to
+# devices, in blocks of memory that are used again and again: JAX may refer to memory
+# for a while after a device has received it.
+_BLOCK_BYTES = layout.CHUNK_BYTES
+_NUM_BLOCKS = 4
+# At most 64 boxes, some of which may be mapped files.
+_MOST_BOXES = 16
+# The other half are the saved boxes that threads are reading.
+_READ_BYTES = 2**28
 _THREADS = 8
-# How many bytes of boxes are read and moved to devices at a time.
-_WINDOW_BYTES = 2**28
 _REMEDY = (
     "restore its files from elsewhere, bring back a host that has a good copy, or"
     " restore an older step"
@@ -73,6 +80,8 @@ class VerifiedReader:
 
     Args:
       near: the order in which to try holders; None means table order.
+      maps: whether files in this machine's memory may be mapped instead of copied; the
+        step must then not be removed while values are used.
 
     Attributes:
       table: the table of the step, whose items are the saved boxes.
@@ -80,8 +89,11 @@ class VerifiedReader:
       read_bytes: the number of bytes read and returned, by holder index.
     """
 
-    def __init__(self, step: FoundStep, near: Nearness | None = None) -> None:
+    def __init__(
+        self, step: FoundStep, near: Nearness | None = None, *, maps: bool = False
+    ) -> None:
         self.table, self._sources, self.near = step.table, step.sources, near
+        self._maps = maps
         self._lock = threading.Lock()
         self.bad: list[BadCopy] = []
         self.read_bytes: collections.Counter[int] = collections.Counter()
@@ -119,7 +131,7 @@ class VerifiedReader:
         self.read(item, lambda _: into)
 
     def read(
-        self, item: int, memory: Callable[[int], np.ndarray], *, maps: bool = False
+        self, item: int, memory: Callable[[int], np.ndarray], *, borrows: bool = False
     ) -> np.ndarray:
         """Reads an item from the first holder with good values.
 
@@ -127,8 +139,8 @@ class VerifiedReader:
           item: the item's index in the table.
           memory: a function that takes a size in bytes and returns contiguous uint8
             memory.
-          maps: whether to map values in this machine's memory instead of copying them;
-            the step must not be removed while they are used.
+          borrows: whether to use the memory of the source, if it has any, instead of
+            `memory`; the values are then read-only.
 
         Returns:
           The values, uint8.
@@ -142,8 +154,9 @@ class VerifiedReader:
         for number in self.holders_of(item):
             source, actual = self._sources[number], digest.values_hash()
             try:
-                if maps and isinstance(source, MappedSource):
-                    values = source.mapped(leaf, box)
+                is_safe = self._maps or table.holders[number].tier == "persistent"
+                if borrows and is_safe and isinstance(source, LendingSource):
+                    values = source.lent(leaf, box)
                     actual.update(values.data)
                 else:
                     values = memory(leaf.num_bytes(box))
@@ -201,7 +214,7 @@ class VerifiedReader:
                     if isinstance(source, RepairableSource):
                         source.repair(leaf, box, content)
                     mended.append(name)
-                except (errors.CheckpointError, RepairError, OSError) as error:
+                except (errors.ElasticCkptError, RepairError, OSError) as error:
                     logging.warning("%s at host %s: %s", name, holder.host.id, error)
         return mended
 
@@ -213,22 +226,18 @@ OtherTree = Callable[[VerifiedReader | None], Any]
 
 
 def read_leaves(
-    reader: VerifiedReader, wanted: Sequence[trees.WantedLeaf], *, maps: bool = False
+    reader: VerifiedReader, wanted: Sequence[trees.WantedLeaf]
 ) -> dict[str, list[Any]]:
     """Reads, verifies and places the boxes that a host needs.
 
-    Boxes are read in windows: one window is moved to the devices while the next is
-    read, which bounds host memory use, except for leaves that stay there. A saved box
-    is always read whole, because its digest covers all of it, and only once for all
-    boxes of a window that share it. It is read directly into the wanted box if it is
-    contiguous there. In addition to the boxes, each thread has one saved box in memory.
-    Mapped values are in memory only once, and devices receive them from there.
+    Boxes are read in windows, and windows are placed in order while later ones are
+    read. A saved box is always read whole, because its digest covers all of it, and
+    only once for all boxes of a window that share it. It is read directly into the
+    wanted box if it is contiguous there.
 
     Args:
       reader: the reader of the step for this host.
       wanted: the leaves that this host needs.
-      maps: whether to map files in this machine's memory; the step must then not be
-        removed during the read.
 
     Returns:
       The placed boxes of each leaf, by path.
@@ -239,34 +248,23 @@ def read_leaves(
     """
     assert reader.near is not None
     plan = planned(reader.near, wanted)
-    of_boxes = [(leaf, number) for leaf in wanted for number in range(len(leaf.boxes))]
-    placed: dict[str, list[Any]] = {leaf.path: [] for leaf in wanted}
-    arrived: list[Any] = []
-    with background.pool(_THREADS, "read") as pool:
-        begin = _Windows(plan, reader, pool, of_boxes, maps=maps).begin
+    largest = max([1, *plan.table.num_bytes[plan.item].tolist()])
+    num_threads = max(1, min(_THREADS, _READ_BYTES // largest))
+    ahead: collections.deque[_Window] = collections.deque()
+    with background.pool(num_threads, "read") as pool:
+        reading = _Reading(plan, reader, pool, wanted)
         try:
-            windows = list(_windows(plan, of_boxes))
-            coming = begin(windows[0])
-            for window, following in itertools.pairwise([*windows, range(0)]):
-                (made, reads), coming = coming, begin(following)
-                # The first error stops the read.
-                for each in futures.as_completed(reads):
-                    each.result()
-                # Devices may still be receiving the previous window.
-                jax.block_until_ready(arrived)
-                arrived = []
-                for at in window:
-                    leaf, number = of_boxes[at]
-                    part = leaf.place(number, made[at])
-                    placed[leaf.path].append(part)
-                    if leaf.is_moved:
-                        arrived.append(part)
-            jax.block_until_ready(arrived)
+            for runs in reading.windows():
+                while sum(len(each.runs) for each in ahead) + len(runs) > _NUM_BLOCKS:
+                    reading.end(ahead.popleft())
+                ahead.append(reading.begin(runs))
+            for each in ahead:
+                reading.end(each)
         except BaseException:
             # Cancels reads that have not started.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return placed
+    return reading.placed
 
 
 def planned(near: Nearness, wanted: Sequence[trees.WantedLeaf]) -> read_plan.ReadPlan:
@@ -282,61 +280,112 @@ def planned(near: Nearness, wanted: Sequence[trees.WantedLeaf]) -> read_plan.Rea
     )
 
 
-def _windows(
-    plan: read_plan.ReadPlan, of_boxes: Sequence[tuple[trees.WantedLeaf, int]]
-) -> Iterator[range]:
-    # Leaves that stay in host memory do not close a window: their size is not bounded.
-    leaves = plan.table.contents.leaves
-    first = num_bytes = 0
-    for at, ((leaf, number), saved) in enumerate(
-        zip(of_boxes, plan.wanted.leaf.tolist(), strict=True)
-    ):
-        size = leaves[saved].num_bytes(leaf.boxes[number]) if leaf.is_moved else 0
-        if size and num_bytes and num_bytes + size > _WINDOW_BYTES:
-            yield range(first, at)
-            first, num_bytes = at, 0
-        num_bytes += size
-    yield range(first, len(of_boxes))
+class _Window(NamedTuple):
+    # Wanted boxes that are read together: runs that fit into a block of memory each,
+    # or of a single larger box; and the boxes, by index, with the reads that fill them.
+    runs: Sequence[range]
+    blocks: list[np.ndarray]
+    made: dict[int, np.ndarray]
+    reads: list[futures.Future[None]]
 
 
-class _Windows:
-    # Reads windows of a plan's wanted boxes, in a thread pool.
+class _Reading:
+    # Reads and places the wanted boxes of a plan.
 
     def __init__(
         self,
         plan: read_plan.ReadPlan,
         reader: VerifiedReader,
         pool: futures.Executor,
-        of_boxes: Sequence[tuple[trees.WantedLeaf, int]],
-        *,
-        maps: bool,
+        wanted: Sequence[trees.WantedLeaf],
     ) -> None:
         self._plan, self._reader, self._pool = plan, reader, pool
-        self._of_boxes, self._maps = of_boxes, maps
+        self._of_boxes = [(leaf, n) for leaf in wanted for n in range(len(leaf.boxes))]
+        self.placed: dict[str, list[Any]] = {leaf.path: [] for leaf in wanted}
+        # The pieces of wanted box n are those from bound n to bound n + 1.
+        self._bounds = np.searchsorted(
+            plan.of_wanted, np.arange(len(self._of_boxes) + 1)
+        )
+        self._free: list[np.ndarray] = []
         self._scratch = threading.local()
 
-    def begin(
-        self, window: range
-    ) -> tuple[dict[int, np.ndarray], list[futures.Future[None]]]:
-        # Returns a window's boxes, by index, and the reads that fill them.
-        plan = self._plan
-        made = {at: self._empty(at) for at in window}
-        bounds = np.searchsorted(plan.of_wanted, [window.start, window.stop])
-        pieces: dict[int, list[int]] = collections.defaultdict(list)
-        for number in range(*bounds.tolist()):
-            pieces[int(plan.item[number])].append(number)
-        reads = [
-            self._pool.submit(self._read, item, numbers, made)
-            for item, numbers in pieces.items()
-        ]
-        return made, reads
+    def windows(self) -> Iterator[Sequence[range]]:
+        # Only runs that share saved boxes are worth a window of several.
+        window: list[range] = []
+        shared: set[int] = set()
+        for run in self._runs():
+            pieces = slice(self._bounds[run.start], self._bounds[run.stop])
+            items = {*self._plan.item[pieces].tolist()}
+            if len(window) == _NUM_BLOCKS or shared.isdisjoint(items):
+                yield window
+                window, shared = [], set()
+            window.append(run)
+            shared |= items
+        yield window
 
-    def _empty(self, at: int) -> np.ndarray:
+    def _runs(self) -> Iterator[range]:
+        first = num_bytes = 0
+        for at in range(len(self._of_boxes)):
+            size = self._num_bytes(at)
+            is_full = num_bytes + size > _BLOCK_BYTES or at - first == _MOST_BOXES
+            if at > first and is_full:
+                yield range(first, at)
+                first, num_bytes = at, 0
+            num_bytes += size
+        yield range(first, len(self._of_boxes))
+
+    def begin(self, runs: Sequence[range]) -> _Window:
+        window = _Window(runs, [], {}, [])
+        pieces: dict[int, list[int]] = collections.defaultdict(list)
+        for run in runs:
+            new = host_memory.allocate
+            block = self._free.pop() if self._free else new(_BLOCK_BYTES)
+            window.blocks.append(block)
+            for at in run:
+                size = self._num_bytes(at)
+                if not self._of_boxes[at][0].is_moved or size > len(block):
+                    # The box becomes the leaf, or has no room.
+                    window.made[at] = self._shaped(at, new(size))
+                else:
+                    window.made[at] = self._shaped(at, block)
+                    block = block[size:]
+            for number in range(self._bounds[run.start], self._bounds[run.stop]):
+                pieces[int(self._plan.item[number])].append(number)
+        window.reads.extend(
+            self._pool.submit(self._read, item, numbers, window.made)
+            for item, numbers in pieces.items()
+        )
+        return window
+
+    def end(self, window: _Window) -> None:
+        # Places the boxes of a window, once they are read, and waits for the devices.
+        # The first error stops the read.
+        for each in futures.as_completed(window.reads):
+            each.result()
+        arriving = []
+        for at in itertools.chain(*window.runs):
+            leaf, number = self._of_boxes[at]
+            part = leaf.place(number, window.made.pop(at))
+            self.placed[leaf.path].append(part)
+            if leaf.is_moved:
+                arriving.append(part)
+        jax.block_until_ready(arriving)
+        self._free += window.blocks
+
+    def _num_bytes(self, at: int) -> int:
+        # Rounded, so that all boxes in a block are aligned.
+        (leaf, number), saved = self._of_boxes[at], self._plan.wanted.leaf[at]
+        num_bytes = self._plan.table.contents.leaves[saved].num_bytes(
+            leaf.boxes[number]
+        )
+        return -(-num_bytes // 64) * 64
+
+    def _shaped(self, at: int, memory: np.ndarray) -> np.ndarray:
         wanted = self._plan.wanted
         leaf = self._plan.table.contents.leaves[wanted.leaf[at]]
         box = wanted.boxes.box(at, rank=len(leaf.shape))
-        memory = host_memory.allocate(leaf.num_bytes(box))
-        return memory.view(np.dtype(leaf.dtype)).reshape(box.shape)
+        values = memory[: leaf.num_bytes(box)]
+        return values.view(np.dtype(leaf.dtype)).reshape(box.shape)
 
     def _read(
         self, item: int, numbers: Sequence[int], made: dict[int, np.ndarray]
@@ -350,16 +399,16 @@ class _Windows:
         ]
         first, target = boxes[0], targets[0]
         is_whole = reads[0].piece == whole and target.flags.c_contiguous
-        is_moved = self._of_boxes[first][0].is_moved and target.size == made[first].size
-        maps = self._maps and (is_moved or not is_whole)
+        is_far = self._of_boxes[first][0].is_far and target.size == made[first].size
+        borrows = is_far or not is_whole
 
         def memory(num_bytes: int) -> np.ndarray:
             if is_whole:
                 return target.reshape(-1).view(np.uint8)
             return self._memory(num_bytes)
 
-        values = reader.as_array(item, reader.read(item, memory, maps=maps))
-        if is_whole and maps:
+        values = reader.as_array(item, reader.read(item, memory, borrows=borrows))
+        if is_whole and is_far:
             made[first] = values
         # If the item was read directly into the first box, that box is already filled.
         rest = slice(1 if is_whole else 0, None)

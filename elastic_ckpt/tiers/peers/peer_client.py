@@ -259,6 +259,7 @@ class Endpoint:
                 self.skipped_until = 0.0
                 return outcome
             except _FAILURES as error:
+                errors.check_open_files(error)
                 if progress() > before:
                     waits = iter(RETRY_SECS)
                 wait = next(waits, None) if isinstance(error, _BROKEN) else None

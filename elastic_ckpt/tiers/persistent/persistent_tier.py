@@ -11,6 +11,7 @@ import functools
 import json
 from typing import Any
 
+import numpy as np
 from absl import logging
 from etils import epath
 
@@ -196,6 +197,18 @@ class StepSource:
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
     ) -> int:
         """See `source.Source`."""
+        content = self._read(leaf, box, len(into))
+        into[:] = content[: len(into)]
+        on_piece(into)
+        return len(content)
+
+    def lent(self, leaf: Leaf, box: Box) -> np.ndarray:
+        """See `source.LendingSource`."""
+        num_bytes = leaf.num_bytes(box)
+        content = self._read(leaf, box, num_bytes)
+        return np.frombuffer(content, np.uint8, num_bytes)
+
+    def _read(self, leaf: Leaf, box: Box, least: int) -> memoryview:
         try:
             if leaf.is_file:
                 content = storage.read_bytes(f"{self.directory}/{leaf.path}")
@@ -205,11 +218,10 @@ class StepSource:
             raise ReadError("is missing") from None
         # TensorStore raises ValueErrors.
         except (*bucket_clients.failures(), ValueError) as error:
+            errors.check_open_files(error)
             raise ReadError(f"cannot be read ({error})") from error
-        if len(content) < len(into):
+        if len(content) < least:
             raise ReadError(
-                f"ends after {len(content)} bytes, but should be {len(into)} bytes long"
+                f"ends after {len(content)} bytes, but should be {least} bytes long"
             )
-        into[:] = content[: len(into)]
-        on_piece(into)
-        return len(content)
+        return memoryview(content)

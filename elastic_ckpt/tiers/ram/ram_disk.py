@@ -40,7 +40,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, host_memory, storage
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import (
@@ -268,15 +268,16 @@ class StepFiles:
                 done += read
             return os.fstat(file.fileno()).st_size
 
-    def mapped(self, leaf: Leaf, box: Box) -> np.ndarray:
-        """See `source.MappedSource`."""
+    def lent(self, leaf: Leaf, box: Box) -> np.ndarray:
+        """Maps the values of a part; see `source.LendingSource`."""
         num_bytes = leaf.num_bytes(box)
         with self._opened(leaf, box) as file:
             if (length := os.fstat(file.fileno()).st_size) < num_bytes:
                 raise _short(length, num_bytes)
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            pages = mmap.mmap(file.fileno(), num_bytes, flags, mmap.PROT_READ)
-        return np.frombuffer(pages, np.uint8)
+            return host_memory.map_file(
+                file.fileno(), num_bytes, flags=flags, writes=False
+            )
 
     @contextlib.contextmanager
     def _opened(self, leaf: Leaf, box: Box) -> Iterator[io.FileIO]:
@@ -287,6 +288,7 @@ class StepFiles:
         except FileNotFoundError:
             raise ReadError("is missing") from None
         except OSError as error:
+            errors.check_open_files(error)
             raise ReadError(f"cannot be read ({error.strerror})") from None
 
     def repair(self, leaf: Leaf, box: Box, content: bytes) -> None:
