@@ -32,6 +32,10 @@ In one process, on the devices that JAX finds, compared with Orbax (`tiers_alone
   the trainer, relative to Orbax, if each step donates the leaf and if none does. Since
   a step must copy a donated leaf while a view of it exists,
   `huge_block_and_step_ratio_orbax_...` also counts the next step.
+* `restore_beside_mib_ram_rows`, `..._columns`, `..._everywhere`: the peak of memory
+  beside the state in a restore of 1 GiB that was saved in rows over four CPU devices,
+  under the same sharding, another one, and as a copy on each device; `..._storage_...`:
+  the same from storage. Only for CPU devices.
 
 Compared with Orbax's own managers of RAM tiers, on the state that they require:
 

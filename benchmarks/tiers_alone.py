@@ -17,6 +17,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from benchmarks import report, sized, turns
@@ -34,8 +37,9 @@ _State = dict[str, jax.Array]
 
 
 def measure(directory: str) -> dict[str, report.Figure]:
-    """Measures in a new process."""
+    """Measures in new processes."""
     samples = turns.in_new_process(_measured, directory)
+    beside = turns.in_new_process(_beside, f"{directory}/beside")
     few = "until in storage, without a RAM tier"
     figures = {
         "small_backup_ratio_orbax": report.ratio(
@@ -68,6 +72,10 @@ def measure(directory: str) -> dict[str, report.Figure]:
             samples[f"step_{name}_staged"],
             samples[f"step_{name}_orbax"],
             "below 1; blocked until the next step is done, relative to Orbax",
+        )
+    for name, mib in beside.items():
+        figures[f"restore_beside_mib_{name}"] = report.figure(
+            "MiB", f"at most 512; resident beside a state of {_MIB} MiB on a CPU", mib
         )
     return figures
 
@@ -120,6 +128,53 @@ def _measured(directory: str) -> turns.Secs:
         _add_huge(samples, sides)
     # The first rounds start threads and compile.
     return {name: secs[1:] for name, secs in samples.items()}
+
+
+def _beside(directory: str) -> dict[str, list[float]]:
+    # By tier and sharding, the MiB resident beside a restored state that was saved in
+    # rows. Half of the state is one leaf.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    mesh = jax.make_mesh((4,), ("x",))
+    shapes = {"huge": (_MIB // 2, 2**18)}
+    shapes |= {
+        f"large_{n}": (_LARGE_MIB // 2, 2**18) for n in range(_MIB // _LARGE_MIB)
+    }
+    specs = {"rows": P("x"), "columns": P(None, "x"), "everywhere": P()}
+
+    def asked(spec: P) -> dict[str, jax.ShapeDtypeStruct]:
+        sharding = NamedSharding(mesh, spec)
+        return {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+            for name, shape in shapes.items()
+        }
+
+    tiers: dict[str, list[Any]] = {
+        "ram": [choices.Local(f"{directory}/ram")],
+        "storage": [choices.Persistent(f"{directory}/storage", every=1)],
+    }
+    beside: dict[str, list[float]] = collections.defaultdict(list)
+    for tier, chosen in tiers.items():
+        with frontend.Checkpointer(chosen, run="beside") as checkpointer:
+            rows = NamedSharding(mesh, specs["rows"])
+            state = {
+                name: jax.device_put(np.ones(shape, np.float32), rows)
+                for name, shape in shapes.items()
+            }
+            assert checkpointer.save(1, state)
+            checkpointer.wait()
+            del state
+            load = functools.partial(checkpointer.load, 1)
+            for name in list(specs) * _ROUNDS:
+                restored = functools.partial(_ready, load, asked(specs[name]))
+                copies = 4 if name == "everywhere" else 1
+                mib = 1024 * turns.growth_gib(restored) - copies * _MIB
+                beside[f"{tier}_{name}"].append(mib)
+    return beside
+
+
+def _ready(load: Callable[[Any], Any], asked: Any) -> Any:
+    return jax.block_until_ready(load(asked))
 
 
 def _small() -> Callable[[float], _State]:

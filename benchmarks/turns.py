@@ -66,9 +66,29 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def peak_gib() -> float:
-    """The peak memory of this process so far."""
+    """The peak memory of this process so far, or since `growth_gib` began."""
+    return _status_gib("VmHWM")
+
+
+def growth_gib(function: Callable[[], Any]) -> float:
+    """The memory that this process has at the peak of a call beyond that before it.
+
+    Mapped files count while they are resident. The result is alive at the end.
+    """
+    gc.collect()
+    _MALLOC_TRIM(0)
+    # Resets the peak (proc(5)).
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = _status_gib("VmRSS")
+    result = function()
+    peak = peak_gib()
+    del result
+    return peak - before
+
+
+def _status_gib(field: str) -> float:
     status = pathlib.Path("/proc/self/status").read_text()
-    (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    (kib,) = re.findall(rf"{field}:\s+(\d+) kB", status)
     return int(kib) / 2**20
 
 
