@@ -41,8 +41,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a restore begins to read all boxes at once",
         "elastic_ckpt/checkpoint/host/verified_read.py",
-        "+ len(runs) > _NUM_BLOCKS:",
-        "+ len(runs) > 16 * _NUM_BLOCKS:",
+        "self._stop > self.ahead[0].start + _RING_BYTES:",
+        "self._stop > self.ahead[0].start + 16 * _RING_BYTES:",
         ("tests/checkpoint/host/test_verified_read.py",),
     ),
     Fault(
