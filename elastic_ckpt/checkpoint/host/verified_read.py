@@ -302,7 +302,6 @@ class _Reading:
         )
         self.ahead: collections.deque[_Window] = collections.deque()
         self._ring, self._stop = host_memory.allocate(_RING_BYTES), 0
-        self._scratch = threading.local()
 
     def windows(self) -> Iterator[tuple[range, int]]:
         # Ranges of wanted boxes, and their sizes. Only boxes that share saved boxes are
@@ -387,7 +386,7 @@ class _Reading:
         def memory(num_bytes: int) -> np.ndarray:
             if is_whole:
                 return target.reshape(-1).view(np.uint8)
-            return self._memory(num_bytes)
+            return host_memory.allocate(num_bytes)
 
         values = reader.as_array(item, reader.read(item, memory, borrows=borrows))
         # JAX would copy other memory, such as that of storage, once more.
@@ -398,9 +397,3 @@ class _Reading:
         rest = slice(1 if is_there else 0, None)
         for read, other in zip(reads[rest], targets[rest], strict=True):
             other[...] = values[read.out_of]
-
-    def _memory(self, num_bytes: int) -> np.ndarray:
-        memory = getattr(self._scratch, "memory", None)
-        if memory is None or memory.nbytes < num_bytes:
-            memory = self._scratch.memory = host_memory.allocate(num_bytes)
-        return memory[:num_bytes]
