@@ -50,7 +50,7 @@ FAULTS: tuple[Fault, ...] = (
         "elastic_ckpt/core/errors.py",
         "if os.strerror(errno.EMFILE) in str(error):",
         "if os.strerror(errno.ENOSPC) in str(error):",
-        ("tests/core/test_errors.py",),
+        ("tests/checkpoint/test_limited_memory.py",),
     ),
     Fault(
         "a box is read up to the element before its last",
