@@ -152,15 +152,14 @@ def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
 
 
 def wanted(
-    abstract: Mapping[str, Any], *, most_bytes: int | None = None
+    abstract: Mapping[str, Any], *, most_bytes: int = layout.CHUNK_BYTES
 ) -> list[WantedLeaf]:
     """Returns the boxes that this host needs for each leaf of abstract trees.
 
     Args:
       abstract: the trees, by name.
       most_bytes: the maximum size of a box; larger boxes are assembled from pieces on
-        their device. The default bounds what devices with their own memory receive at a
-        time.
+        their device. By default, each chunk's file can be sent unchanged.
 
     Raises:
       CheckpointError: see `asked`.
@@ -308,9 +307,6 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
     if sharding.memory_kind not in (None, device.default_memory().kind):
         # Pieces can only be assembled in the default memory of devices.
         most_bytes = None
-    elif most_bytes is None:
-        # Each chunk's file can then be sent unchanged.
-        most_bytes = layout.CHUNK_BYTES
     pieces = [
         (box, piece)
         for box in places
