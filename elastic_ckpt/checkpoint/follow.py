@@ -384,9 +384,7 @@ class _Follower:
             new = tuple(box for box in leaf.boxes if box not in kept)
             keep = functools.partial(_keep, kept, new)
             lacking.append(
-                dataclasses.replace(
-                    leaf, boxes=new, place=keep, is_moved=False, is_far=False
-                )
+                dataclasses.replace(leaf, boxes=new, place=keep, is_moved=False)
             )
         near = read_plan.Nearness(table, self._host)
         verified_read.read_leaves(verified_read.VerifiedReader(found, near), lacking)

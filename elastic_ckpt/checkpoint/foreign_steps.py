@@ -113,7 +113,7 @@ def load(
         if saved[name] is None and not hasattr(tree, "DESCRIPTOR"):
             raise _unreadable(path, name, "Orbax does not describe its content")
         if tree is not None and not partial and saved[name] is not None:
-            check_same_tree(str(path), saved[name], tree)
+            trees.check_same_model(str(path), *forms(saved[name], tree))
     context = checked_context()
     context.pytree.loading.partial_load = partial
     # Components first: they are small, and an error leaves nothing half loaded.
@@ -181,11 +181,10 @@ def _unreadable(path: epath.Path, name: str, why: str) -> errors.CheckpointError
     )
 
 
-def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
-    """Raises an OtherModelError naming the first leaves in which two trees differ.
+def forms(saved: Any, wanted: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """The forms of two trees' leaves, by path, which are equal if the trees match.
 
     Args:
-      step_path: the source of `saved`, used in error messages.
       saved: the saved pytree, whose leaves have a `shape` or are numbers or strings.
       wanted: the requested tree. Shapes must match, and strings must be requested as
         strings; `...` and None skip a leaf.
@@ -202,7 +201,7 @@ def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
             now[path] = before.get(path, "a leaf")
         elif before.get(path) == _NUMBER:
             before[path] = _form(np.zeros(()))
-    trees.check_same_model(step_path, before, now)
+    return before, now
 
 
 def _form(leaf: Any) -> str:

@@ -133,18 +133,15 @@ def test_hosts_that_differ_are_told_how_before_one_writes(way, monkeypatch):
 
 def test_hosts_share_all_settings_of_tiers_but_those_of_their_machine():
     tiers = [choices.Local("/a"), choices.Peers(), choices.Persistent("/b", every=1)]
-    known, of_machine = choices.Chosen.from_choices(tiers), ""
-    for tier in tiers:
-        kind = type(tier).__name__
-        for name in vars(tier):
-            other = copy.copy(tier)
-            vars(other)[name] = "another"
-            changed = dataclasses.replace(known, **{kind.lower(): other})
-            of_machine += f" {kind}.{name}" * (changed.shared == known.shared)
-    assert of_machine == (
-        " Local.directory Local.limit_bytes Local.pinned_bytes Peers.domains"
-        " Peers.interface Peers.port Peers.known Peers.secret_file"
-        " Peers.max_bytes_per_sec"
+    known, of_machine = choices.Chosen.from_choices(tiers), []
+    for tier, name in [(each, name) for each in tiers for name in vars(each)]:
+        other = copy.copy(tier)
+        vars(other)[name] = "another"
+        changed = dataclasses.replace(known, **{type(tier).__name__.lower(): other})
+        of_machine += [name] * (changed.shared == known.shared)
+    assert " ".join(of_machine) == (
+        "directory limit_bytes pinned_bytes"
+        " domains interface port known secret_file max_bytes_per_sec"
     )
 
 

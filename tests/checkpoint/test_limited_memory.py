@@ -100,10 +100,8 @@ def save_and_restore_with_few_files(directory):
             for name in state:
                 assert jnp.array_equal(restored[name], state[name]), (near, name)
     root = persistent_root.PersistentRoot.from_path(stored)
-    for tier in (
-        ram_disk.RamDisk(ram, run="run-7"),
-        persistent_tier.PersistentTier(root, run="run-7"),
-    ):
+    stored_tier = persistent_tier.PersistentTier(root, run="run-7")
+    for tier in (ram_disk.RamDisk(ram, run="run-7"), stored_tier):
         reader = VerifiedReader(find.search([tier]).newest().found)
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):

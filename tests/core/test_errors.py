@@ -3,8 +3,6 @@ import itertools
 import pickle
 import pkgutil
 
-import pytest
-
 import elastic_ckpt
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import failures
@@ -50,10 +48,3 @@ def test_each_error_arrives_in_another_process_as_it_is():
         assert type(again) is kind
         assert str(again) == str(error)
         assert vars(again) == vars(error)
-
-
-def test_a_lack_of_descriptors_is_told_as_what_it_is():
-    for lack in (OSError(24, "Too many open files"), ValueError("Too many open files")):
-        with pytest.raises(errors.OpenFilesError, match="could open no more files"):
-            errors.check_open_files(lack)
-    errors.check_open_files(OSError(5, "Input/output error"))

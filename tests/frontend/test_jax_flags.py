@@ -31,17 +31,6 @@ FLAGS = {
 SPEC = PartitionSpec("data")
 
 
-@contextlib.contextmanager
-def flag(name, value):
-    """Sets a flag for all threads, as a program does."""
-    before = getattr(jax.config, name)
-    jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-
-
 def run(mesh, state, place):
     """The batches and states of a run that loads from RAM, then from storage."""
     local, stored = ec.Local(place / "ram"), ec.Persistent(place / "steps", every=1)
@@ -71,11 +60,9 @@ def test_each_flag_of_jax_changes_no_batch_save_or_load(tmp_path):
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
         # Flags that look for NaNs and infinities let those of a state pass.
         values = np.array([[1.5, np.nan, np.inf, -0.0]] * 8, np.float32)
+        low = values.astype(jnp.bfloat16)
         state = {
-            "w": jax.device_put(values, NamedSharding(mesh, SPEC)),
-            "low": jax.device_put(
-                values.astype(jnp.bfloat16), NamedSharding(mesh, SPEC)
-            ),
+            **jax.device_put({"w": values, "low": low}, NamedSharding(mesh, SPEC)),
             "rate": jnp.asarray(np.inf),
             "key": jax.random.key(3, impl="threefry2x32"),
             "here": np.array([1, np.nan]),
@@ -86,5 +73,10 @@ def test_each_flag_of_jax_changes_no_batch_save_or_load(tmp_path):
             with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
                 expected = run(mesh, state, next(places))
                 for name, value in FLAGS.items():
-                    with flag(name, value):
+                    # For all threads, as a program does.
+                    before = getattr(jax.config, name)
+                    jax.config.update(name, value)
+                    try:
                         assert run(mesh, state, next(places)) == expected, name
+                    finally:
+                        jax.config.update(name, before)

@@ -41,8 +41,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a restore begins to read all boxes at once",
         "elastic_ckpt/checkpoint/host/verified_read.py",
-        "+ len(runs) > _NUM_BLOCKS:",
-        "+ len(runs) > 16 * _NUM_BLOCKS:",
+        "self._stop > self.ahead[0].start + _RING_BYTES:",
+        "self._stop > self.ahead[0].start + 16 * _RING_BYTES:",
         ("tests/checkpoint/host/test_verified_read.py",),
     ),
     Fault(
@@ -50,7 +50,7 @@ FAULTS: tuple[Fault, ...] = (
         "elastic_ckpt/core/errors.py",
         "if os.strerror(errno.EMFILE) in str(error):",
         "if os.strerror(errno.ENOSPC) in str(error):",
-        ("tests/core/test_errors.py",),
+        ("tests/checkpoint/test_limited_memory.py",),
     ),
     Fault(
         "a box is read up to the element before its last",

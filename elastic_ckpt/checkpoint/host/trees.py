@@ -123,7 +123,6 @@ class WantedLeaf:
         in order.
       is_moved: whether `place` copies the values; their memory is reused once the
         results are ready.
-      is_far: whether `place` sends the values to accelerators.
     """
 
     path: str
@@ -132,7 +131,6 @@ class WantedLeaf:
     place: Callable[[int, np.ndarray], Any]
     join: Callable[[list[Any]], Any]
     is_moved: bool = False
-    is_far: bool = False
 
     def make(self, values: Sequence[np.ndarray]) -> Any:
         """Builds the leaf from the values of all boxes, in order."""
@@ -154,15 +152,14 @@ def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
 
 
 def wanted(
-    abstract: Mapping[str, Any], *, most_bytes: int | None = None
+    abstract: Mapping[str, Any], *, most_bytes: int = layout.CHUNK_BYTES
 ) -> list[WantedLeaf]:
     """Returns the boxes that this host needs for each leaf of abstract trees.
 
     Args:
       abstract: the trees, by name.
       most_bytes: the maximum size of a box; larger boxes are assembled from pieces on
-        their device. The default bounds what devices with their own memory receive at a
-        time.
+        their device. By default, each chunk's file can be sent unchanged.
 
     Raises:
       CheckpointError: see `asked`.
@@ -310,9 +307,6 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
     if sharding.memory_kind not in (None, device.default_memory().kind):
         # Pieces can only be assembled in the default memory of devices.
         most_bytes = None
-    elif most_bytes is None:
-        # Each chunk's file can then be sent unchanged.
-        most_bytes = layout.CHUNK_BYTES
     pieces = [
         (box, piece)
         for box in places
@@ -330,11 +324,9 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         if piece == box:
             # On a CPU, these arrays share the memory of `values`. Such memory cannot be
             # donated, so the next step would allocate the new state beside it.
-            return (
-                placed
-                if is_far
-                else jax.device_put(placed, places[box], may_alias=False)
-            )
+            if not is_far:
+                placed = jax.device_put(placed, places[box], may_alias=False)
+            return placed
         start = [a - b for a, b in zip(piece.start, box.start, strict=True)]
         # A program may have disallowed implicit transfers, such as those of numbers.
         with jax.transfer_guard("allow"):
@@ -363,7 +355,6 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
             )
         ),
         is_moved=True,
-        is_far=is_far,
     )
 
 

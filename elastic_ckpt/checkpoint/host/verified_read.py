@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent import futures
@@ -36,12 +35,11 @@ from elastic_ckpt.tiers.source import (
 )
 
 # A restore holds at most 512 MiB beside the state. Half of it are boxes on their way to
-# devices, in blocks of memory that are used again and again: JAX may refer to memory
-# for a while after a device has received it.
-_BLOCK_BYTES = layout.CHUNK_BYTES
-_NUM_BLOCKS = 4
-# At most 64 boxes, some of which may be mapped files.
-_MOST_BOXES = 16
+# devices, in memory that is used again and again: JAX may refer to memory for a while
+# after a device has received it.
+_RING_BYTES = 2**28
+# What a box takes at least, so at most 64 boxes, which may be mapped files, are there.
+_LEAST_BYTES = 2**22
 # The other half are the saved boxes that threads are reading.
 _READ_BYTES = 2**28
 _THREADS = 8
@@ -250,16 +248,13 @@ def read_leaves(
     plan = planned(reader.near, wanted)
     largest = max([1, *plan.table.num_bytes[plan.item].tolist()])
     num_threads = max(1, min(_THREADS, _READ_BYTES // largest))
-    ahead: collections.deque[_Window] = collections.deque()
     with background.pool(num_threads, "read") as pool:
         reading = _Reading(plan, reader, pool, wanted)
         try:
-            for runs in reading.windows():
-                while sum(len(each.runs) for each in ahead) + len(runs) > _NUM_BLOCKS:
-                    reading.end(ahead.popleft())
-                ahead.append(reading.begin(runs))
-            for each in ahead:
-                reading.end(each)
+            for window, num_bytes in reading.windows():
+                reading.begin(window, num_bytes)
+            while reading.ahead:
+                reading.end()
         except BaseException:
             # Cancels reads that have not started.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -281,16 +276,15 @@ def planned(near: Nearness, wanted: Sequence[trees.WantedLeaf]) -> read_plan.Rea
 
 
 class _Window(NamedTuple):
-    # Wanted boxes that are read together: runs that fit into a block of memory each,
-    # or of a single larger box; and the boxes, by index, with the reads that fill them.
-    runs: Sequence[range]
-    blocks: list[np.ndarray]
+    # Wanted boxes, by index, that are read together into the ring from `start` on, and
+    # the reads that fill them.
+    start: int
     made: dict[int, np.ndarray]
     reads: list[futures.Future[None]]
 
 
 class _Reading:
-    # Reads and places the wanted boxes of a plan.
+    # Reads and places the wanted boxes of a plan, in windows.
 
     def __init__(
         self,
@@ -306,86 +300,73 @@ class _Reading:
         self._bounds = np.searchsorted(
             plan.of_wanted, np.arange(len(self._of_boxes) + 1)
         )
-        self._free: list[np.ndarray] = []
-        self._scratch = threading.local()
+        self.ahead: collections.deque[_Window] = collections.deque()
+        self._ring, self._stop = host_memory.allocate(_RING_BYTES), 0
 
-    def windows(self) -> Iterator[Sequence[range]]:
-        # Only runs that share saved boxes are worth a window of several.
-        window: list[range] = []
-        shared: set[int] = set()
-        for run in self._runs():
-            pieces = slice(self._bounds[run.start], self._bounds[run.stop])
-            items = {*self._plan.item[pieces].tolist()}
-            if len(window) == _NUM_BLOCKS or shared.isdisjoint(items):
-                yield window
-                window, shared = [], set()
-            window.append(run)
-            shared |= items
-        yield window
-
-    def _runs(self) -> Iterator[range]:
+    def windows(self) -> Iterator[tuple[range, int]]:
+        # Ranges of wanted boxes, and their sizes. Only boxes that share saved boxes are
+        # worth a large window.
         first = num_bytes = 0
-        for at in range(len(self._of_boxes)):
-            size = self._num_bytes(at)
-            is_full = num_bytes + size > _BLOCK_BYTES or at - first == _MOST_BOXES
-            if at > first and is_full:
-                yield range(first, at)
-                first, num_bytes = at, 0
-            num_bytes += size
-        yield range(first, len(self._of_boxes))
+        shared: set[int] = set()
+        for at, (leaf, number) in enumerate(self._of_boxes):
+            saved = self._plan.table.contents.leaves[self._plan.wanted.leaf[at]]
+            units = -(-saved.num_bytes(leaf.boxes[number]) // _LEAST_BYTES)
+            pieces = slice(self._bounds[at], self._bounds[at + 1])
+            items = {*self._plan.item[pieces].tolist()}
+            most = layout.CHUNK_BYTES if shared.isdisjoint(items) else _RING_BYTES
+            if at > first and num_bytes + units * _LEAST_BYTES > most:
+                yield range(first, at), num_bytes
+                first, num_bytes, shared = at, 0, set()
+            num_bytes += units * _LEAST_BYTES
+            shared |= items
+        yield range(first, len(self._of_boxes)), num_bytes
 
-    def begin(self, runs: Sequence[range]) -> _Window:
-        window = _Window(runs, [], {}, [])
+    def begin(self, window: range, num_bytes: int) -> None:
+        # A box that is larger than the ring is alone in its window, outside the ring.
+        start, num_bytes = self._stop, min(num_bytes, _RING_BYTES)
+        if start % _RING_BYTES + num_bytes > _RING_BYTES:
+            start += -start % _RING_BYTES
+        self._stop = start + num_bytes
+        while self.ahead and self._stop > self.ahead[0].start + _RING_BYTES:
+            self.end()
+        made: dict[int, np.ndarray] = {}
         pieces: dict[int, list[int]] = collections.defaultdict(list)
-        for run in runs:
-            new = host_memory.allocate
-            block = self._free.pop() if self._free else new(_BLOCK_BYTES)
-            window.blocks.append(block)
-            for at in run:
-                size = self._num_bytes(at)
-                if not self._of_boxes[at][0].is_moved or size > len(block):
-                    # The box becomes the leaf, or has no room.
-                    window.made[at] = self._shaped(at, new(size))
-                else:
-                    window.made[at] = self._shaped(at, block)
-                    block = block[size:]
-            for number in range(self._bounds[run.start], self._bounds[run.stop]):
+        free = self._ring[start % _RING_BYTES :]
+        for at in window:
+            made[at] = self._empty(at, free)
+            free = free[-(-made[at].nbytes // _LEAST_BYTES) * _LEAST_BYTES :]
+            for number in range(self._bounds[at], self._bounds[at + 1]):
                 pieces[int(self._plan.item[number])].append(number)
-        window.reads.extend(
-            self._pool.submit(self._read, item, numbers, window.made)
+        reads = [
+            self._pool.submit(self._read, item, numbers, made)
             for item, numbers in pieces.items()
-        )
-        return window
+        ]
+        self.ahead.append(_Window(start, made, reads))
 
-    def end(self, window: _Window) -> None:
-        # Places the boxes of a window, once they are read, and waits for the devices.
-        # The first error stops the read.
-        for each in futures.as_completed(window.reads):
+    def end(self) -> None:
+        # Places the boxes of the first window, once they are read, and waits for the
+        # devices. The first error stops the read.
+        _, made, reads = self.ahead.popleft()
+        for each in futures.as_completed(reads):
             each.result()
         arriving = []
-        for at in itertools.chain(*window.runs):
+        for at in list(made):
             leaf, number = self._of_boxes[at]
-            part = leaf.place(number, window.made.pop(at))
+            part = leaf.place(number, made.pop(at))
             self.placed[leaf.path].append(part)
             if leaf.is_moved:
                 arriving.append(part)
         jax.block_until_ready(arriving)
-        self._free += window.blocks
 
-    def _num_bytes(self, at: int) -> int:
-        # Rounded, so that all boxes in a block are aligned.
-        (leaf, number), saved = self._of_boxes[at], self._plan.wanted.leaf[at]
-        num_bytes = self._plan.table.contents.leaves[saved].num_bytes(
-            leaf.boxes[number]
-        )
-        return -(-num_bytes // 64) * 64
-
-    def _shaped(self, at: int, memory: np.ndarray) -> np.ndarray:
+    def _empty(self, at: int, free: np.ndarray) -> np.ndarray:
         wanted = self._plan.wanted
         leaf = self._plan.table.contents.leaves[wanted.leaf[at]]
         box = wanted.boxes.box(at, rank=len(leaf.shape))
-        values = memory[: leaf.num_bytes(box)]
-        return values.view(np.dtype(leaf.dtype)).reshape(box.shape)
+        num_bytes = leaf.num_bytes(box)
+        if not self._of_boxes[at][0].is_moved or num_bytes > len(free):
+            # The box becomes the leaf, or has no room.
+            free = host_memory.allocate(num_bytes)
+        return free[:num_bytes].view(np.dtype(leaf.dtype)).reshape(box.shape)
 
     def _read(
         self, item: int, numbers: Sequence[int], made: dict[int, np.ndarray]
@@ -399,24 +380,20 @@ class _Reading:
         ]
         first, target = boxes[0], targets[0]
         is_whole = reads[0].piece == whole and target.flags.c_contiguous
-        is_far = self._of_boxes[first][0].is_far and target.size == made[first].size
-        borrows = is_far or not is_whole
+        is_moved = self._of_boxes[first][0].is_moved and target.size == made[first].size
+        borrows = is_moved or not is_whole
 
         def memory(num_bytes: int) -> np.ndarray:
             if is_whole:
                 return target.reshape(-1).view(np.uint8)
-            return self._memory(num_bytes)
+            return host_memory.allocate(num_bytes)
 
         values = reader.as_array(item, reader.read(item, memory, borrows=borrows))
-        if is_whole and is_far:
+        # JAX would copy other memory, such as that of storage, once more.
+        is_there = is_whole and (not borrows or values.ctypes.data % 64 == 0)
+        if is_there and is_moved:
             made[first] = values
         # If the item was read directly into the first box, that box is already filled.
-        rest = slice(1 if is_whole else 0, None)
+        rest = slice(1 if is_there else 0, None)
         for read, other in zip(reads[rest], targets[rest], strict=True):
             other[...] = values[read.out_of]
-
-    def _memory(self, num_bytes: int) -> np.ndarray:
-        memory = getattr(self._scratch, "memory", None)
-        if memory is None or memory.nbytes < num_bytes:
-            memory = self._scratch.memory = host_memory.allocate(num_bytes)
-        return memory[:num_bytes]
