@@ -202,6 +202,8 @@ def messages(content):
 
 REFUSING = "{% if messages[0].content %}{{ raise_exception('no') }}{% endif %}"
 CHAT = {"use_sft": True, "chat_template": REFUSING, "tokenize_train_data": True}
+# Conversations have a worker process unless told otherwise, which takes seconds.
+CHAT["grain_worker_count"] = 0
 WRITERS = {
     "jsonl": lambda path, table: path.write_text(
         "\n".join(map(json.dumps, table.to_pylist()))
