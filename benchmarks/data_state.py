@@ -79,7 +79,8 @@ def _state_bytes(directory: pathlib.Path) -> float:
         for _ in range(_BATCHES):
             next(host)
         to = directory / f"{packing}-{truncate}"
-        cursors.write(to, host.shard_cursors(), host.position())
+        position, held = host.get_state()
+        cursors.write(to, held, position)
         num_bytes = sum(path.stat().st_size for path in to.iterdir())
         largest = max(largest, num_bytes / num_shards)
         host.close()
@@ -88,9 +89,7 @@ def _state_bytes(directory: pathlib.Path) -> float:
 
 def _host(data: ShardedData) -> Any:
     # The batches of the only host, with one row from each shard.
-    return data.host_batches(
-        rows.Placement.in_order(0, num_hosts=1, global_batch_size=data.num_shards)
-    )
+    return data.host_batches(rows.in_order(1, data.num_shards)[0])
 
 
 def _thousand(directory: pathlib.Path) -> dict[str, report.Figure]:

@@ -138,9 +138,7 @@ def inputs(
     Discards blocks that an earlier run in this process has decoded.
     """
     source_files.forget_all()
-    placement = rows.Placement.in_order(
-        0, num_hosts=1, global_batch_size=data.num_shards
-    )
+    (placement,) = rows.in_order(1, data.num_shards)
     rows_of_host = prefetch.Prefetched(
         data.host_batches(placement), make=dict, read_ahead=read_ahead
     )

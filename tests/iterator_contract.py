@@ -60,16 +60,14 @@ class IteratorContract:
         """The batches of these sizes, on one host."""
         batches, position, cursors = [], None, None
         for size in sizes:
-            host = data.host_batches(
-                rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
-            )
+            host = data.host_batches(rows.in_order(1, size)[0])
             if position:
                 held = dict(cursors)
                 host.go_to(
                     position, lambda shards, held=held: {s: held[s] for s in shards}
                 )
             batches.append(next(host))
-            position, cursors = host.position(), host.shard_cursors()
+            position, cursors = host.get_state()
         return batches
 
     def test_batches_are_those_of_the_pipeline_row_for_row(self, batches, data):

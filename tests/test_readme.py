@@ -50,10 +50,8 @@ def test_shards_of_one_s_own_are_elastic_as_the_guide_writes_them(tmp_path):
     program = pages.blocks(OWN_DATA)[0] + (
         "from elastic_ckpt.data import rows\n"
         "def ids(num_hosts):\n"
-        "    numbers = {'num_hosts': num_hosts, 'global_batch_size': 24}\n"
-        "    place = rows.Placement.in_order\n"
-        "    every = [place(host, **numbers) for host in range(num_hosts)]\n"
-        "    hosts = [data.host_batches(place) for place in every]\n"
+        "    places = rows.in_order(num_hosts, 24)\n"
+        "    hosts = [data.host_batches(place) for place in places]\n"
         "    parts = [[next(host)['inputs'] for host in hosts] for _ in range(9)]\n"
         "    return np.concatenate(sum(parts, [])).tolist()\n"
         "assert ids(1) == ids(2) == ids(6)\n"

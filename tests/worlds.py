@@ -97,14 +97,14 @@ class World:
 
     def save(self):
         """The saved state of the hosts, as JSON that went through text."""
-        (position,) = {json.dumps(host.position()) for host in self.hosts}
+        (position,) = {json.dumps(host.get_state()[0]) for host in self.hosts}
         merged = {shard: each for one in self._saved() for shard, each in one.items()}
         assert len(merged) == self._data.num_shards
         return json.loads(json.dumps([json.loads(position), sorted(merged.items())]))
 
     def _saved(self):
         # The cursors that each host saves; another may run the same shard.
-        runs = [host.shard_cursors() for host in self.hosts]
+        runs = [host.get_state()[1] for host in self.hosts]
         for shard, host in enumerate(self._saves.tolist()):
             saved = runs[host][shard]
             assert all(one.get(shard, saved) == saved for one in runs)
@@ -122,13 +122,14 @@ class World:
 
     def write(self, directory):
         """Saves into files, as the hosts of a run do."""
-        for host, saved in zip(self.hosts, self._saved(), strict=True):
-            cursors.write(directory, saved, host.position())
+        position, _ = self.hosts[0].get_state()
+        for saved in self._saved():
+            cursors.write(directory, saved, position)
         state.write(
             directory,
             state.DataState(
                 engine=self._data.engine,
-                position=self.hosts[0].position(),
+                position=position,
                 pipeline=self._data.identity(),
             ),
         )

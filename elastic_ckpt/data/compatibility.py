@@ -53,8 +53,7 @@ def local_facts(
         **versions(),
     }
     if data is not None:
-        identity = digest.json_digest([data.engine, data.identity()])
-        facts[PIPELINE] = identity[:16]
+        facts[PIPELINE] = digest.json_digest([data.engine, data.identity()])[:16]
     return facts
 
 

@@ -32,6 +32,8 @@ _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json\.gz")
 Cursor = storage.Json
 Cursors = Mapping[int, Cursor]
 Position = dict[str, storage.Json]
+# A host's state: the position, the same on every host, and the host's cursors.
+HostState = tuple[Position, Cursors]
 
 
 def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> None:
@@ -41,8 +43,9 @@ def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> No
         part = to_part({shard: cursors[shard] for shard in shards}, position)
         content = checked_json.to_bytes(part, version=VERSION)
         # Without a timestamp, identical content has identical bytes.
-        compressed = gzip.compress(content, mtime=0)
-        storage.write_atomic(epath.Path(directory) / name, compressed)
+        storage.write_atomic(
+            epath.Path(directory) / name, gzip.compress(content, mtime=0)
+        )
 
 
 def to_part(cursors: Cursors, position: Position) -> dict[str, storage.Json]:
@@ -103,8 +106,9 @@ def read(
         name = _NAME.fullmatch(path.name)
         first, last = map(int, name.groups()) if name else (0, -1)
         if not required.isdisjoint(range(first, last + 1)):
-            content = checked_json.read(path, what="shard cursors", version=VERSION)
-            parts[str(path)] = content
+            parts[str(path)] = checked_json.read(
+                path, what="shard cursors", version=VERSION
+            )
     remedy = (
         "restore their files from a good copy, or move"
         f" {epath.Path(directory).parent} out of its parent directory to continue from"

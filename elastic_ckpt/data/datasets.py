@@ -73,8 +73,9 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
         problem.
     """
     try:
-        text = storage.absolute(path).read_text()
-        content = json.loads(text, object_pairs_hook=_object)
+        content = json.loads(
+            storage.absolute(path).read_text(), object_pairs_hook=_object
+        )
     except (OSError, ValueError) as error:
         raise errors.ConfigError(
             f"{path}: this mixture file cannot be read as JSON ({error}); check the"

@@ -59,8 +59,9 @@ def saved_shards(
     sharding: NamedSharding, global_batch_size: int, num_shards: int
 ) -> np.ndarray:
     """The index of the host that saves each logical shard, int64 `[S]`."""
-    held = rows_held(sharding, global_batch_size)
-    return rows.shard_hosts(num_shards, global_batch_size, held)
+    return rows.shard_hosts(
+        num_shards, global_batch_size, rows_held(sharding, global_batch_size)
+    )
 
 
 def warn_of_shared_shards(

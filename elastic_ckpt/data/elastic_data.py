@@ -21,6 +21,8 @@ EXAMPLE_ID = "example_id"
 
 # Reads the cursors of the given shards, no matter which hosts saved them.
 ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
+# A position to go to, and how to read the cursors there.
+Place = tuple[cursors.Position, ReadCursors]
 
 
 class End(enum.Enum):
@@ -52,11 +54,11 @@ class HostBatches(Protocol):
     def __next__(self) -> dict[str, np.ndarray]:
         """The next rows: arrays of shape `[rows of the host, ...]`."""
 
-    def position(self) -> cursors.Position:
-        """The position after the last rows, the same on every host."""
+    def get_state(self) -> cursors.HostState:
+        """The position after the last rows, and the newest cursors of this host.
 
-    def shard_cursors(self) -> cursors.Cursors:
-        """The newest cursors of this host's logical shards, as an immutable mapping."""
+        The cursors are an immutable mapping.
+        """
 
     def go_to(self, position: cursors.Position, read: ReadCursors) -> None:
         """Moves to a position and reads the cursors that the position requires.

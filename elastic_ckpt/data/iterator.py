@@ -34,9 +34,6 @@ from elastic_ckpt.data import (
     state,
 )
 
-# A host's state: the common position, and the host's cursors.
-HostState = tuple[cursors.Position, cursors.Cursors]
-
 # How long hosts wait for each other when the batches change, because a slow read may
 # delay a host.
 CHANGE_SECS = 600.0
@@ -95,9 +92,8 @@ class HostIterator:
 
     def _start(self, course: stages.Course) -> None:
         self.course, self._rows = course, self._begin(course)
-        # The position last loaded, and how to read all shards' cursors there.
-        self._loaded: cursors.Position = self._rows.position()
-        self._read: elastic_data.ReadCursors = dict.fromkeys
+        # Where cursors of all shards can be read.
+        self._loaded: elastic_data.Place = (self.get_state()[0], dict.fromkeys)
 
     def reset(self) -> None:
         """Moves to the beginning."""
@@ -118,12 +114,13 @@ class HostIterator:
             After an error, nothing has changed.
         """
         position, held = self.get_state()
-        num_shards = course.data.num_shards
-        if num_shards and position != self._loaded:
+        num_shards, (loaded, read_others) = course.data.num_shards, self._loaded
+        if num_shards and position != loaded:
             placements = self._placements(course)
             for host, before in self._placements(self.course).items():
-                runs = before.shards(num_shards)
-                moving = np.setdiff1d(placements[host].shards(num_shards), runs)
+                moving = np.setdiff1d(
+                    placements[host].shards(num_shards), before.shards(num_shards)
+                )
                 if moving.size:
                     raise errors.ConfigError(
                         f"with batches of {course.size} rows, logical shards"
@@ -137,9 +134,9 @@ class HostIterator:
             # The loaded step may be deleted by now: read only the missing cursors.
             own = {shard: held[shard] for shard in shards if shard in held}
             others = [shard for shard in shards if shard not in held]
-            return own | dict(self._read(others)) if others else own
+            return own | dict(read_others(others)) if others else own
 
-        self._move(course, position, read)
+        self._move(course, (position, read))
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -159,20 +156,20 @@ class HostIterator:
 
     def num_rows(self) -> int:
         """The number of rows in all batches so far."""
-        return state.row_of(self._rows.position())
+        return state.row_of(self.get_state()[0])
 
-    def get_state(self) -> HostState:
+    def get_state(self) -> cursors.HostState:
         """The state after the last batch."""
-        return self._rows.position(), self._rows.shard_cursors()
+        return self._rows.get_state()
 
-    def set_state(self, taken: HostState) -> None:
+    def set_state(self, taken: cursors.HostState) -> None:
         """Rolls back to a state taken since the last load, resize or new stage."""
         position, held = taken
-        self._move(self.course, position, functools.partial(cursors.chosen, held))
+        self._move(self.course, (position, functools.partial(cursors.chosen, held)))
 
     def take(
         self,
-        taken: HostState | None = None,
+        taken: cursors.HostState | None = None,
         *,
         progress: state.Progress | None,
         left_out: state.Ranges,
@@ -209,20 +206,16 @@ class HostIterator:
           DataError: if the cursors cannot be read.
         """
         read = functools.partial(cursors.read, directory, position=saved.position)
-        self._move(self.course.restored(saved), saved.position, read)
-        self._loaded, self._read = saved.position, read
+        place = saved.position, read
+        self._move(self.course.restored(saved), place)
+        self._loaded = place
         # Starts reading batches while the restore continues.
         self._rows.begin()
 
-    def _move(
-        self,
-        course: stages.Course,
-        position: cursors.Position,
-        read: elastic_data.ReadCursors,
-    ) -> None:
+    def _move(self, course: stages.Course, place: elastic_data.Place) -> None:
         # Opens the new rows first, so that nothing changes if this fails.
         moved = self._begin(course)
-        moved.go_to(position, read)
+        moved.go_to(*place)
         self._rows.close()
         self._rows, self.course = moved, course
 
@@ -258,14 +251,7 @@ class LeavingOut:
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Records that the rows since the step are skipped."""
         await asyncio.to_thread(self.leave_out, directory)
-        return _done()
-
-
-def _done() -> Awaitable[None]:
-    # Orbax awaits this after a load, which has already finished.
-    nothing = asyncio.get_running_loop().create_future()
-    nothing.set_result(None)
-    return nothing
+        return asyncio.sleep(0)
 
 
 class Batches:
@@ -384,8 +370,7 @@ class Batches:
         self._course, self._num_taken = course, 0
         held = delivery.rows_held(self._sharding, course.size)
         # A head without rows of its own counts all rows.
-        own = held.get(topology.this_host(), range(course.size))
-        self._rows_here = len(own)
+        self._rows_here = len(held.get(topology.this_host(), range(course.size)))
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Captures the state; the awaitable writes it to Orbax's directory."""
@@ -412,7 +397,8 @@ class Batches:
             await asyncio.to_thread(self._hosts.load, directory, saved)
         self._left_out = saved.left_out
         self._moved(self._course.restored(saved))
-        return _done()
+        # Orbax awaits this after the load, which has already finished.
+        return asyncio.sleep(0)
 
     def _saved(self, directory: epath.Path) -> state.DataState:
         saved, engine = state.read(directory), self._course.data.engine

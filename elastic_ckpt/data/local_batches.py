@@ -128,8 +128,7 @@ class LocalBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         course = self._course.due()
         if course is not self._course:
-            read = functools.partial(cursors.chosen, self._rows.shard_cursors())
-            self._move(course, self._rows.position(), read)
+            self._move(course, self._rows.get_state())
         num_steps = self._skips + 1
         # To detect the end, a worker must also see the other workers' batches.
         while self._finite and self._skips:
@@ -168,14 +167,15 @@ class LocalBatches:
         """The state after the last batch, as JSON."""
         # Includes shards that other ranks also run, so a rank can resume from its own
         # state.
+        position, held = self._rows.get_state()
         return state.to_json(
             state.LoaderState(
                 engine=self._course.data.engine,
-                position=self._rows.position(),
+                position=position,
                 pipeline=self._identity,
                 progress=self._course.progress,
                 at_end=self._at_end,
-                cursors=self._rows.shard_cursors(),
+                cursors=held,
             )
         )
 
@@ -191,8 +191,7 @@ class LocalBatches:
         named = {f"the state of rank {rank}": each for rank, each in enumerate(ranks)}
         loaded = state.of_parts(named)
         state.check_same_pipeline(loaded, self._course.data.engine, self._identity)
-        read = functools.partial(cursors.chosen, loaded.cursors)
-        self._move(self._course.restored(loaded), loaded.position, read)
+        self._move(self._course.restored(loaded), (loaded.position, loaded.cursors))
         self._skips, self._at_end = self._worker, loaded.at_end
 
     def state_dict(self) -> state.StateDict:
@@ -213,19 +212,10 @@ class LocalBatches:
         self._move(course)
         self._skips, self._at_end = self._worker, False
 
-    def _move(
-        self,
-        course: stages.Course,
-        position: cursors.Position | None = None,
-        read: elastic_data.ReadCursors = dict.fromkeys,
-    ) -> None:
-        # Moves to the beginning if `position` is None. Changes nothing if it fails.
-        placement = rows.Placement.in_order(
-            self._rank,
-            num_hosts=self._num_ranks,
-            global_batch_size=course.size,
-            later=course.sizes,
-        )
+    def _move(self, course: stages.Course, to: cursors.HostState | None = None) -> None:
+        # Moves to the beginning if `to` is None. Changes nothing if it fails.
+        ranks = rows.in_order(self._num_ranks, course.size, later=course.sizes)
+        placement = ranks[self._rank]
         if self._num_workers > 1 and not self._finite:
             placement = dataclasses.replace(
                 placement, later={}, every=self._num_workers, first=self._worker
@@ -233,8 +223,9 @@ class LocalBatches:
         moved = prefetch.Prefetched(
             course.data.host_batches(placement), make=dict, read_ahead=self._read_ahead
         )
-        if position is not None:
-            moved.go_to(position, read)
+        if to is not None:
+            position, held = to
+            moved.go_to(position, functools.partial(cursors.chosen, held))
         if self._rows is not None:
             # So that only one thread reads at a time.
             self._rows.close()

@@ -142,14 +142,15 @@ class _MixtureIterator(shard_steps.Elements):
         datasets = zip(mixture._weights, shard_steps.parents(mixture), strict=False)
         self._nested = [name for name, dataset in datasets if names(dataset)]
         self._opened: dict[str, grain.DatasetIterator] = {}
-        begin = {
-            "turn": 0,
-            _WEIGHTS: self._now,
-            "ended": (),
-            cursors.TAKEN: {},
-            cursors.PARTS: {},
-        }
-        self.set_state(begin)
+        self.set_state(
+            {
+                "turn": 0,
+                _WEIGHTS: self._now,
+                "ended": (),
+                cursors.TAKEN: {},
+                cursors.PARTS: {},
+            }
+        )
 
     def _use(self, weights: dict[str, float], ended: frozenset[str]) -> None:
         self._weights, self._ended = weights, ended
@@ -175,8 +176,9 @@ class _MixtureIterator(shard_steps.Elements):
             # After a dataset ends, its turns go to the others.
             for n, state in before.items():
                 opened[n].set_state(state)
-            ends = [np.flatnonzero(turns == n)[len(drawn[n])] for n in short]
-            num_turns = int(min(ends))
+            num_turns = int(
+                min([np.flatnonzero(turns == n)[len(drawn[n])] for n in short])
+            )
             if not num_turns:
                 self._use(self._weights, self._ended | {self._active[turns[0]]})
                 num_turns = at_most

@@ -138,11 +138,8 @@ class _HostBatches:
         self._next += self._placement.every * size
         return batch
 
-    def position(self) -> cursors.Position:
-        return {_POSITION: self._position}
-
-    def shard_cursors(self) -> cursors.Cursors:
-        return {}
+    def get_state(self) -> cursors.HostState:
+        return {_POSITION: self._position}, {}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         del read  # positional data has no cursors

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 T = TypeVar("T")
-# A converted batch, and the position and cursors after it.
-_Made = tuple[T, cursors.Position, cursors.Cursors]
+# A converted batch, and the state after it.
+_Made = tuple[T, cursors.HostState]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Prefetched(Generic[T]):
         read_ahead: ReadAhead,
     ) -> None:
         self._rows = rows
-        self._position, self._cursors = rows.position(), rows.shard_cursors()
+        self._state = rows.get_state()
         self._next: Callable[[], _Made[T]] = _Source(rows, make).__next__
         self._calls: background.BackgroundCalls[_Made[T]] | None = None
         if read_ahead.batches:
@@ -95,25 +95,21 @@ class Prefetched(Generic[T]):
         background.close_with(self, self._close)
 
     def __next__(self) -> T:
-        what, self._position, self._cursors = self._next()
+        what, self._state = self._next()
         return what
 
     def num_ready(self) -> int:
         """The number of batches that can be taken without waiting."""
         return self._calls.num_ready() if self._calls else 0
 
-    def position(self) -> cursors.Position:
-        """The position after the last batch taken."""
-        return self._position
-
-    def shard_cursors(self) -> cursors.Cursors:
-        """The cursors after the last batch taken; see `HostBatches.shard_cursors`."""
-        return self._cursors
+    def get_state(self) -> cursors.HostState:
+        """The state after the last batch taken; see `HostBatches.get_state`."""
+        return self._state
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         """See `HostBatches.go_to`; call it only before the first batch."""
         self._rows.go_to(position, read)
-        self._position, self._cursors = position, self._rows.shard_cursors()
+        self._state = self._rows.get_state()
 
     def begin(self) -> None:
         """Starts reading the first batch, unless nothing is read ahead."""
@@ -143,7 +139,7 @@ class _Source(Generic[T]):
             self._unmade = next(self._rows)
         what = self._make(self._unmade)
         self._unmade = None
-        return what, self._rows.position(), self._rows.shard_cursors()
+        return what, self._rows.get_state()
 
 
 def _watched(call: Callable[[], T], began: float) -> T:

@@ -209,8 +209,12 @@ def occurrences(records: Records, file: int, record: int) -> Iterator[Occurrence
     num_epochs = records._reading.num_epochs
     for epoch in itertools.count() if num_epochs is None else range(num_epochs):
         shard, taken = of_all.find(record, epoch)
-        number = epoch * of_all.num_records + record
-        yield Occurrence(number=number, epoch=epoch, shard=shard, taken=taken)
+        yield Occurrence(
+            number=epoch * of_all.num_records + record,
+            epoch=epoch,
+            shard=shard,
+            taken=taken,
+        )
 
 
 def place_in(state: Any) -> tuple[int, int] | None:

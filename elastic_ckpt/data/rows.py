@@ -48,26 +48,6 @@ class Placement:
     every: int = 1
     first: int = 0
 
-    @classmethod
-    def in_order(
-        cls,
-        host: int,
-        *,
-        num_hosts: int,
-        global_batch_size: int,
-        later: Iterable[int] = (),
-    ) -> Placement:
-        """The placement in which host h of H loads the h-th part of the batch."""
-
-        def held(size: int) -> np.ndarray:
-            return np.arange(host * size // num_hosts, (host + 1) * size // num_hosts)
-
-        return cls(
-            global_batch_size=global_batch_size,
-            held=held(global_batch_size),
-            later={size: held(size) for size in later},
-        )
-
     def shards(self, num_shards: int, number: int = 0) -> np.ndarray:
         """The shards that the host runs from batch `number` of a period on."""
         now = host_shards(
@@ -85,9 +65,15 @@ def in_order(
     num_hosts: int, global_batch_size: int, *, later: Iterable[int] = ()
 ) -> list[Placement]:
     """The placement of every host; host h loads the h-th part of the batch."""
+
+    def held(host: int, size: int) -> np.ndarray:
+        return np.arange(host * size // num_hosts, (host + 1) * size // num_hosts)
+
     return [
-        Placement.in_order(
-            host, num_hosts=num_hosts, global_batch_size=global_batch_size, later=later
+        Placement(
+            global_batch_size=global_batch_size,
+            held=held(host, global_batch_size),
+            later={size: held(host, size) for size in later},
         )
         for host in range(num_hosts)
     ]

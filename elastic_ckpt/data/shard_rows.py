@@ -122,8 +122,7 @@ class ShardRows:
 
     def _next_rows(self) -> list[Any]:
         # The rows of the next batch to return; None for rows of ended shards.
-        row_shards = self._task.row_shards(self._number)
-        shards, keep = (array.tolist() for array in row_shards)
+        shards, keep = (array.tolist() for array in self._task.row_shards(self._number))
         self._number += 1
         drawn = [self._next_row(shard) for shard in shards]
         for shard in self._opened.keys() & shards:

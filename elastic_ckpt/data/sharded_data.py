@@ -81,8 +81,7 @@ class ShardedData:
         """The settings that determine the order of examples."""
         settings: dict[str, storage.Json] = {"num_logical_shards": self.num_shards}
         if isinstance(self.make_shard, shard_steps.CheckedShards):
-            first = self.make_shard(0)
-            settings[state.STEPS] = [*shard_steps.step_descriptions(first)]
+            settings[state.STEPS] = [*shard_steps.step_descriptions(self.make_shard(0))]
         elif isinstance(self.pipeline, dict):
             return settings | self.pipeline
         return settings | {"pipeline": self.pipeline}
@@ -154,8 +153,11 @@ def sharded(
     first = checked(0)
     steps = shard_steps.datasets(first)
     own = [step for step in steps if isinstance(step, shard_steps.Step)]
-    numbers = (num_shards, *(step.num_shards for step in own))
-    given = {each for each in numbers if each is not None}
+    given = {
+        each
+        for each in (num_shards, *(step.num_shards for step in own))
+        if each is not None
+    }
     if len(given) != 1:
         raise errors.ConfigError(
             "sharded: num_shards must have exactly one value, but has"
@@ -223,11 +225,8 @@ class _HostBatches:
         self._skips = self._placement.every - 1
         return batch
 
-    def position(self) -> cursors.Position:
-        return state.position_of(self._history)
-
-    def shard_cursors(self) -> cursors.Cursors:
-        return self._cursors
+    def get_state(self) -> cursors.HostState:
+        return state.position_of(self._history), self._cursors
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         history = state.history_of(position)

@@ -46,14 +46,13 @@ class ShardedState:
         if not saved.row:
             # No shard has been read.
             held = dict.fromkeys(range(saved.pipeline.get(state.NUM_SHARDS, 0))) | held
-        parts = {"position": state.to_fields(saved)}
-        for shard, cursor in held.items():
-            parts[f"shard_{shard:05d}"] = cursors.to_part(
-                {shard: cursor}, saved.position
-            )
+        parts = {
+            f"shard_{shard:05d}": cursors.to_part({shard: cursor}, saved.position)
+            for shard, cursor in held.items()
+        }
         return {
             name: checked_json.to_bytes(part, version=cursors.VERSION).decode()
-            for name, part in parts.items()
+            for name, part in ({"position": state.to_fields(saved)} | parts).items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, str]) -> None:

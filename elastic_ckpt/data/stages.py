@@ -186,15 +186,9 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     return StagedData(stages=stages)
 
 
-def of(data: elastic_data.ElasticData) -> StagedData | None:
-    """Returns `data` if it has stages, otherwise None."""
-    return data if isinstance(data, StagedData) else None
-
-
 def at(data: elastic_data.ElasticData, step: int) -> elastic_data.ElasticData:
     """Returns `data`, in the stage of `step` if it has stages."""
-    of_stages = of(data)
-    return data if of_stages is None else of_stages.at(step)
+    return data.at(step) if isinstance(data, StagedData) else data
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,20 +211,19 @@ class Course:
     @classmethod
     def first(cls, data: elastic_data.ElasticData, base_size: int) -> Course:
         """The course of a new run."""
-        progress = None if of(data) is None else state.Progress(step=0, begun=1)
+        has_stages = isinstance(data, StagedData)
+        progress = state.Progress(step=0, begun=1) if has_stages else None
         return cls(data=at(data, 0), base_size=base_size, progress=progress)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """All stages; empty if there are none."""
-        of_stages = of(self.data)
-        return () if of_stages is None else of_stages.stages
+        return self.data.stages if isinstance(self.data, StagedData) else ()
 
     @property
     def stage(self) -> int:
         """The index of the current stage; 0 if there are no stages."""
-        of_stages = of(self.data)
-        return 0 if of_stages is None else of_stages.number
+        return self.data.number if isinstance(self.data, StagedData) else 0
 
     @property
     def step(self) -> int | None:
@@ -534,6 +527,5 @@ class _Continued(shard_steps.Elements):
         assert isinstance(before, _Continued)
         # The old stage may not have read all documents carried over to it.
         self._held = (old.rest() + before._held)[self._taken :]
-        after = before._documents.get_state()
-        self._documents.set_state(state.get(_PARENT, after))
+        self._documents.set_state(state.get(_PARENT, before._documents.get_state()))
         old.close()

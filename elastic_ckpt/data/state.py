@@ -124,8 +124,9 @@ def read(directory: epath.PathLike) -> DataState:
       DataError: see `checked_json.read`.
     """
     path = epath.Path(directory) / FILE_NAME
-    fields = checked_json.read(path, what=_WHAT, version=cursors.VERSION)
-    return _of_fields(DataState, fields)
+    return _of_fields(
+        DataState, checked_json.read(path, what=_WHAT, version=cursors.VERSION)
+    )
 
 
 def to_fields(state: DataState) -> StateDict:
@@ -167,8 +168,9 @@ def of_parts(parts: Mapping[str, Any]) -> LoaderState:
             f"the state lacks the part with its pipeline; it has only {[*checked]};"
             " load all of its parts together"
         )
-    more = {name: fields[name] for name in ("at_end", cursors.CURSORS)}
-    return _of_fields(LoaderState, fields, **more)
+    return _of_fields(
+        LoaderState, fields, at_end=fields["at_end"], cursors=fields[cursors.CURSORS]
+    )
 
 
 S = TypeVar("S", bound=DataState)

@@ -159,12 +159,10 @@ def _continued(
     before: elastic_data.HostBatches | None, data: elastic_data.ElasticData, size: int
 ) -> elastic_data.HostBatches:
     # Opens batches of `size` rows where the previous pipeline stopped, or at the start.
-    batches = data.host_batches(
-        rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
-    )
+    batches = data.host_batches(rows.in_order(1, size)[0])
     if before is not None:
-        cursors = before.shard_cursors()
-        batches.go_to(before.position(), lambda _: cursors)
+        position, cursors = before.get_state()
+        batches.go_to(position, lambda _: cursors)
         before.close()
     return batches
 

@@ -15,7 +15,14 @@ from jax.experimental import colocated_python
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import calls, errors
-from elastic_ckpt.data import compatibility, elastic_data, iterator, prefetch, state
+from elastic_ckpt.data import (
+    compatibility,
+    cursors,
+    elastic_data,
+    iterator,
+    prefetch,
+    state,
+)
 from elastic_ckpt_sidecar import failures, host_calls, messages
 
 # Batches that the head takes from its workers before the loop requests them.
@@ -139,7 +146,7 @@ class HostData:
             [(number, self._rows.get_state())], maxlen=STATES
         )
 
-    def _state(self, number: int) -> iterator.HostState:
+    def _state(self, number: int) -> cursors.HostState:
         for each, taken in self._states:
             if each == number:
                 return taken

@@ -12,20 +12,14 @@ from tests import pipelines
 SIZE = 12
 
 
-def mixture():
-    make_shard = functools.partial(
-        pipelines.mixture, num_shards=48, packing="first_fit"
-    )
-    return sharded_data.sharded(make_shard, num_shards=48, pipeline="mixture")
-
-
-def finite(sizes, packing, num_shards):
-    """Mixtures that end; some shards have no document."""
+def mixture(sizes=(0, 0), packing="first_fit", num_shards=48):
+    """A mixture, which ends if it has sizes; some shards then have no document."""
     make_shard = functools.partial(
         pipelines.mixture, num_shards=num_shards, packing=packing, sizes=sizes
     )
+    end = "padded" if any(sizes) else "never"
     return sharded_data.sharded(
-        make_shard, num_shards=num_shards, end="padded", pipeline="mixture"
+        make_shard, num_shards=num_shards, end=end, pipeline="mixture"
     )
 
 
@@ -88,7 +82,7 @@ def stops(saved_by, loaded_by, data):
     The state is of a loader with `saved_by` workers; one with `loaded_by` loads it.
     """
     one, made, other = (
-        loader(data=finite(*data), size=2, num_workers=number)
+        loader(data=mixture(*data), size=2, num_workers=number)
         for number in (0, saved_by, loaded_by)
     )
     expected = [rows([iter([batch])]) for batch in one]

@@ -159,7 +159,7 @@ def test_any_history_of_ranks_and_workers_has_the_rows_of_one_host(
 FINITE_WORLDS = st.sampled_from([(1, 0), (2, 0), (1, 2), (1, 3)])
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     # Of documents of the mixture; some shards have none.
     sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
@@ -184,10 +184,10 @@ def test_finite_data_continues_after_each_of_its_batches_however_it_was_saved(
         world, data, size=size, agree=functools.partial(operator.or_, True)
     )
     (one,), (num_ranks, num_workers) = opened(), saved_by
-    expected = [next_rows([one]) for _ in range(6)]
+    expected = [next_rows([one]) for _ in range(5)]
     ranks = opened(num_ranks, num_workers=num_workers, read_ahead=ahead)
     hosts = worlds.World(data, num_ranks, size)
-    for number in range(6):
+    for number in range(5):
         states = [through_text(rank.state_dict()) for rank in ranks]
         hosts.write(directory := tmp_path_factory.mktemp("data"))
         others = worlds.World(data, loaded_by[0], size)
@@ -199,10 +199,8 @@ def test_finite_data_continues_after_each_of_its_batches_however_it_was_saved(
         if not num_workers:
             ways.append(pickle.loads(pickle.dumps(ranks)))  # noqa: S301
         for following in expected[number:]:
-            found = [next_rows(way) for way in ways]
-            assert [*found, worlds.by_row(others.whole())] == [following] * (
-                len(ways) + 1
-            )
+            assert worlds.by_row(others.whole()) == following
+            assert all(next_rows(way) == following for way in ways)
         assert next_rows(ranks) == worlds.by_row(hosts.whole()) == expected[number]
 
 

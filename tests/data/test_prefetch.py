@@ -36,11 +36,8 @@ class Counting:
         self.read += 1
         return {"x": np.full(10, self.read - 1)}
 
-    def position(self):
-        return {"next": self.read}
-
-    def shard_cursors(self):
-        return {0: self.read}
+    def get_state(self):
+        return {"next": self.read}, {0: self.read}
 
     def close(self):
         self.readers.append(threading.current_thread())
@@ -100,13 +97,11 @@ def test_reading_ahead_is_bounded_and_an_error_is_raised_when_it_is_due(depth):
         settle(one)
         assert counting.read == min(taken + depth, 7)
         assert one.num_ready() == depth
-        assert one.position() == {"next": taken}
-        assert one.shard_cursors() == {0: taken}
+        assert one.get_state() == ({"next": taken}, {0: taken})
     for _ in range(2):
         with pytest.raises(KeyError, match="7"):
             next(one)
-        assert one.position() == {"next": 7}
-        assert one.shard_cursors() == {0: 7}
+        assert one.get_state() == ({"next": 7}, {0: 7})
     one.close()
     with pytest.raises(errors.DataError, match="this iterator was closed"):
         next(one)
@@ -174,6 +169,5 @@ def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(depth):
     while len(taken) < 8:
         with contextlib.suppress(MemoryError):
             taken.append(number(next(one)))
-        assert one.position() == {"next": len(taken)}
-        assert one.shard_cursors() == {0: len(taken)}
+        assert one.get_state() == ({"next": len(taken)}, {0: len(taken)})
     assert taken == [*range(8)]

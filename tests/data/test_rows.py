@@ -70,12 +70,9 @@ def test_hosts_that_do_not_divide_the_shards_read_some_twice(num_hosts, reads):
 
 
 def test_a_host_runs_the_shards_of_all_sizes_that_may_come():
-    placement = rows.Placement.in_order(
-        1, num_hosts=3, global_batch_size=12, later=(9, 12)
-    )
-    assert placement.shards(4).tolist() == [0, 1, 2, 3]
-    now = rows.Placement.in_order(1, num_hosts=3, global_batch_size=12)
-    assert now.shards(4).tolist() == [1, 2]
+    for later, shards in (((9, 12), [0, 1, 2, 3]), ((), [1, 2])):
+        placement = rows.in_order(3, 12, later=later)[1]
+        assert placement.shards(4).tolist() == shards
 
 
 def test_as_many_shards_are_suggested_as_every_number_of_hosts_divides():

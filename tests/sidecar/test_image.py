@@ -172,7 +172,7 @@ def test_without_orbax_and_the_command_line_a_worker_reads_the_same(corpus, tmp_
             packing=True,
         )
     )
-    place = rows.Placement.in_order(0, num_hosts=1, global_batch_size=8)
+    place = rows.in_order(1, 8)[0]
     file = tmp_path / "worker"
     file.write_bytes(cloudpickle.dumps((worker._HostWorker, data, place)))
     modules = ",".join(set(MODULES) - {OUTSIDE})

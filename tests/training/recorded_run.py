@@ -99,14 +99,14 @@ class Run:
 
     def _read(self, data, size, position, cursors):
         if self.host is None or self.read != (size, position, data):
-            placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+            placement = rows.in_order(1, size)[0]
             self.host = data.host_batches(placement)
             if position:
                 self.host.go_to(position, reader(cursors))
         batch = next(self.host)
-        position = self.host.position()
+        position, held = self.host.get_state()
         self.read = size, position, data
-        return batch, position, dict(self.host.shard_cursors())
+        return batch, position, dict(held)
 
     def _save(self, step, data, position, cursors):
         saved = state.DataState(

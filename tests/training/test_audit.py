@@ -32,9 +32,7 @@ class Shown(list):
 @pytest.fixture(scope="module")
 def batches(data):
     """The batches of the one-host run over two epochs."""
-    host = data.host_batches(
-        rows.Placement.in_order(0, num_hosts=1, global_batch_size=BATCH)
-    )
+    host = data.host_batches(rows.in_order(1, BATCH)[0])
     return Shown(next(host) for _ in range(30))
 
 

@@ -171,7 +171,7 @@ class ChatTemplate:
         try:
             marked = _compiled(self.text).render(
                 **self.special_tokens,
-                messages=[_guarded(each) for each in messages],
+                messages=list(messages),
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -186,33 +186,18 @@ class ChatTemplate:
                 " correct the template (chat_template_path in a configuration) or the"
                 " messages"
             ) from None
+        lists = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+        # Jinja renders a list or dict as its `repr`, which would be trained on.
+        for part in itertools.chain(lists, *lists):
+            is_python = isinstance(part, list | dict) and repr(part) in marked
+            if is_python and repr(part) != json.dumps(part, ensure_ascii=False):
+                raise errors.DataError(
+                    "the chat template renders content that is a list of parts as"
+                    " Python code; use a template that renders parts"
+                    " (chat_template_path in a configuration), or make each content a"
+                    " string"
+                )
         return _without_marks(marked)
-
-
-class _Unprintable:
-    def __str__(self) -> str:
-        raise errors.DataError(
-            "the chat template renders content that is a list of parts as Python code;"
-            " use a template that renders parts (chat_template_path in a"
-            " configuration), or make each content a string"
-        )
-
-
-class _Parts(_Unprintable, list[Any]):
-    """A message's content as a list."""
-
-
-class _Part(_Unprintable, dict[str, Any]):
-    """A part of a message's content."""
-
-
-def _guarded(message: Message) -> Message:
-    # Jinja would render a list or dict as its `str`, which would be trained on.
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    parts = (_Part(part) if isinstance(part, dict) else part for part in content)
-    return {**message, "content": _Parts(parts)}
 
 
 def load_chat_template(

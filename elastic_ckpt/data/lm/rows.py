@@ -243,8 +243,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         self._next = 0
 
     def __next__(self) -> Row:
-        made = self.made([self.unmade()])
-        return {name: each[0] for name, each in made.items()}
+        return {name: each[0] for name, each in self.made([self.unmade()]).items()}
 
     def unmade(self) -> Unmade:
         """The next row without its arrays, which `made` builds."""

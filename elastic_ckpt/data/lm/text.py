@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data.sources import parquet
+from elastic_ckpt.data.sources import columns
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -108,15 +108,13 @@ def _write_arrayrecord(path: str, texts: Iterable[bytes]) -> None:
 
 
 def _write_parquet(path: str, texts: Iterable[bytes]) -> None:
-    writer_class = parquet.library().ParquetWriter
-    import pyarrow as pa
-
+    pa, writer_class = columns.pyarrow(), columns.pyarrow(".parquet").ParquetWriter
     schema = pa.schema([("text", pa.string())])
     with writer_class(path, schema, write_page_checksum=True) as writer:
         contents = iter(texts)
         while group := list(itertools.islice(contents, _ROW_GROUP_DOCUMENTS)):
-            columns = {"text": [content.decode() for content in group]}
-            writer.write_table(pa.table(columns, schema=schema))
+            texts_of = {"text": [content.decode() for content in group]}
+            writer.write_table(pa.table(texts_of, schema=schema))
 
 
 _WRITERS: dict[str, Callable[[str, Iterable[bytes]], None]] = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic_ckpt.core import digest, errors, extras
+from elastic_ckpt.core import digest, errors
 from elastic_ckpt.data.sources import columns, files, source
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Arrow(source.Source):
 
     def _find(self, file: str) -> source.Found:
         # The digest covers the metadata of all messages.
-        ipc, content = pyarrow().ipc, digest.values_hash()
+        ipc, content = columns.pyarrow().ipc, digest.values_hash()
         starts: list[int] = []
         records: list[int] = []
         local = files.local_copy(file)
@@ -72,7 +72,7 @@ class Arrow(source.Source):
                         " cat, list the original files"
                     )
                 # With no columns, nothing is decompressed.
-                batch = ipc.read_record_batch(message, pyarrow().schema([]))
+                batch = ipc.read_record_batch(message, columns.pyarrow().schema([]))
                 sizes = source.pieces(batch.num_rows, len(message.body))
                 starts += [start] * len(sizes)
                 records += sizes
@@ -95,8 +95,10 @@ class Arrow(source.Source):
         local = files.local_copy(path)
         with columns.damaged(corrupt), _mapped(local) as stream:
             stream.seek(offset)
-            message = pyarrow().ipc.read_message(stream)
-            batch = pyarrow().ipc.read_record_batch(message, _schema(local, path))
+            message = columns.pyarrow().ipc.read_message(stream)
+            batch = columns.pyarrow().ipc.read_record_batch(
+                message, _schema(local, path)
+            )
         rows = batch.slice(first, index.block_records[block])
         if len(rows) < index.block_records[block]:
             raise corrupt(f"the record batch has only {len(batch)} rows")
@@ -133,15 +135,15 @@ def _messages(stream: Any) -> Iterator[tuple[int, Any]]:
     # The messages after the schema, each with its offset.
     begin = stream.tell()
     try:
-        pyarrow().ipc.read_message(stream)
-    except (pyarrow().ArrowException, OSError):
+        columns.pyarrow().ipc.read_message(stream)
+    except (columns.pyarrow().ArrowException, OSError):
         # Polars 2.1 does not write the schema message's length, which readers of the
         # file format do not need. The next message begins with a mark.
         stream.seek(begin)
         stream.seek(begin + stream.read(_SCHEMA_BYTES).find(_MARK))
     with contextlib.suppress(EOFError):
         while True:
-            yield stream.tell(), pyarrow().ipc.read_message(stream)
+            yield stream.tell(), columns.pyarrow().ipc.read_message(stream)
 
 
 def _num_end_bytes(stream: Any) -> int:
@@ -159,8 +161,8 @@ def _schema(local: str, file: str) -> pa.Schema:
     foreign = functools.partial(source.foreign, file, "Arrow")
     with columns.damaged(foreign), _mapped(local) as stream:
         if stream.tell():
-            return pyarrow().ipc.open_file(stream).schema
-        return pyarrow().ipc.read_schema(stream)
+            return columns.pyarrow().ipc.open_file(stream).schema
+        return columns.pyarrow().ipc.read_schema(stream)
 
 
 files.register_cache(_schema.cache_clear)
@@ -168,15 +170,6 @@ files.register_cache(_schema.cache_clear)
 
 def _mapped(file: str) -> Any:
     # The file, positioned at the first message.
-    stream = pyarrow().memory_map(file)
+    stream = columns.pyarrow().memory_map(file)
     stream.seek(_FIRST_OF_FILE if stream.read(len(_MAGIC)) == _MAGIC else 0)
     return stream
-
-
-def pyarrow() -> Any:
-    """`pyarrow`.
-
-    Raises:
-      ConfigError: if `pyarrow` is not installed.
-    """
-    return extras.module("pyarrow", extra="parquet", otherwise="use another format")

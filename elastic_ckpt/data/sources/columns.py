@@ -8,17 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elastic_ckpt.core import extras
 from elastic_ckpt.data.sources import source
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
+def pyarrow(part: str = "") -> Any:
+    """`pyarrow`, or a part of it such as `.parquet`.
+
+    Raises:
+      ConfigError: if `pyarrow` is not installed.
+    """
+    return extras.module(
+        f"pyarrow{part}", extra="parquet", otherwise="use files of another format"
+    )
+
+
 @contextlib.contextmanager
 def damaged(error_of: Callable[[object], Exception]) -> Iterator[None]:
     """Converts the errors that Arrow raises for bytes that it cannot decode."""
-    import pyarrow as pa
-
+    pa = pyarrow()
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, UnicodeError) as error:
@@ -150,13 +161,11 @@ def _values(column: pa.Array, rows: Sequence[int]) -> list[Any]:
 
 
 def _is_numbers(kind: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    types = pyarrow().types
+    is_list = types.is_list(kind) or types.is_large_list(kind)
     return is_list and _is_number(kind.value_type)
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    types = pyarrow().types
+    return types.is_integer(kind) or types.is_floating(kind)

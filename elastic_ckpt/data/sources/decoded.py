@@ -42,8 +42,9 @@ class Blocks:
     def __init__(self, of: source.Source) -> None:
         self._of, self._indexes = of, source.indexes(of)
         self.sizes = np.concatenate([index.block_records for index in self._indexes])
-        chained = [np.diff(index.chains, prepend=-1) == 0 for index in self._indexes]
-        self.is_chained = np.concatenate(chained)
+        self.is_chained = np.concatenate(
+            [np.diff(index.chains, prepend=-1) == 0 for index in self._indexes]
+        )
         self.num_bytes = sum(index.content.num_bytes for index in self._indexes)
         records = np.cumsum([0, *(index.num_records for index in self._indexes)])
         self.first_records = records[:-1]
@@ -58,8 +59,9 @@ class Blocks:
         def decode() -> source.Block:
             if following is not None:
                 ahead, number = self._place(following)
-                span = self._indexes[ahead].span(number)
-                files.read_ahead(self._of.files[ahead], *span)
+                files.read_ahead(
+                    self._of.files[ahead], *self._indexes[ahead].span(number)
+                )
             read = functools.partial(self._of.decode, file, block)
             try:
                 return files.retried(read, f"{path}, block {block}")

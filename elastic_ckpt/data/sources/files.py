@@ -276,8 +276,7 @@ def _matches(pattern: str) -> list[str]:
                 return [m for m in matches if matches[m]["type"] != "directory"]
             return [path] * system.exists(path)
 
-    paths = retried(listed, pattern, at_start=True)
-    return sorted(map(system.unstrip_protocol, paths))
+    return sorted(map(system.unstrip_protocol, retried(listed, pattern, at_start=True)))
 
 
 def _located(file: str) -> tuple[Any, str]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from elastic_ckpt.core import digest, errors
-from elastic_ckpt.data.sources import arrow, columns, files, source
+from elastic_ckpt.data.sources import columns, files, source
 
 COLUMN = "tokens"
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -112,7 +112,7 @@ class Megatron(source.Source):
         offsets = np.concatenate([[0], np.cumsum(lengths)])[sequences - sequences[0]]
         if len(tokens) < offsets[-1]:
             raise source.changed(path, f"documents from index {first} on are truncated")
-        pa = arrow.pyarrow()
+        pa = columns.pyarrow()
         column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens))
         batch = pa.record_batch([column], names=self.columns[:1] or (COLUMN,))
         return columns.Columns(batch, functools.partial(source.corrupt, path))

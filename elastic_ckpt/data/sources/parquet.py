@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from elastic_ckpt.core import digest, extras, storage
+from elastic_ckpt.core import digest, storage
 from elastic_ckpt.data.sources import columns, decoded, files, source
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ class Parquet(source.Source):
     def _find(self, file: str) -> source.Found:
         # The rows of each row group, from the file's footer.
         metadata = _metadata(file)
-        names = metadata.schema.to_arrow_schema().names
-        source.check_columns(file, self.columns, names)
+        source.check_columns(
+            file, self.columns, metadata.schema.to_arrow_schema().names
+        )
         records: list[int] = []
         starts: list[int] = []
         chains: list[int] = []
@@ -74,7 +75,7 @@ class Parquet(source.Source):
         sizes = index.block_records[chain.start : chain.stop].tolist()
         is_local = storage.is_local(path)
         corrupt = functools.partial(source.corrupt, f"{path}, row group {group}")
-        with library().ParquetFile(
+        with columns.pyarrow(".parquet").ParquetFile(
             path if is_local else files.opened(path),
             # A mapped file needs neither buffers nor copies.
             memory_map=is_local,
@@ -99,13 +100,9 @@ class Parquet(source.Source):
 
 @functools.lru_cache(maxsize=1024)
 def _metadata(file: str) -> pq.FileMetaData:
-    # Before `damaged`, which needs the library for the types of its errors.
-    read = library().read_metadata
-    with (
-        files.opened(file) as stream,
-        columns.damaged(functools.partial(source.foreign, file, "Parquet")),
-    ):
-        return read(stream)
+    foreign = functools.partial(source.foreign, file, "Parquet")
+    with files.opened(file) as stream, columns.damaged(foreign):
+        return columns.pyarrow(".parquet").read_metadata(stream)
 
 
 files.register_cache(_metadata.cache_clear)
@@ -152,15 +149,4 @@ def _begin_bytes(chunk: pq.ColumnChunkMetaData) -> int:
     # The first byte of a column chunk, which may begin with its dictionary.
     return min(
         chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset
-    )
-
-
-def library() -> Any:
-    """`pyarrow.parquet`.
-
-    Raises:
-      ConfigError: if `pyarrow` is not installed.
-    """
-    return extras.module(
-        "pyarrow.parquet", extra="parquet", otherwise="change grain_file_type"
     )

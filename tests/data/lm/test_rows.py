@@ -137,11 +137,11 @@ def test_a_piece_goes_into_the_first_row_with_room_or_the_fullest(packing, expec
     assert [[number for number, _ in row] for row in fitted] == [[0, 2, 3], [1]]
 
 
-@pytest.mark.parametrize("length", [2**11, 2**13, 2**15, 2**17])
+@pytest.mark.parametrize("length", [2**11, 2**14, 2**17])
 @pytest.mark.parametrize("packing", [rows.FIRST_FIT, rows.BEST_FIT])
 def test_rows_of_whole_documents_are_full_at_every_length(packing, length):
     generator, longest = np.random.default_rng(0), np.zeros(length + 1, np.uint16)
-    num_rows = max(144, 2**21 // length)
+    num_rows = max(96, 2**20 // length)
     # Documents of a median of 365 tokens, and of a quarter of a row.
     for median, sigma, least in ((365, 0.8, 0.97), (length / 4, 1, 0.95)):
         number = 2 * num_rows * length // int(median)
@@ -209,23 +209,6 @@ def test_a_state_is_as_small_as_that_of_the_documents():
     assert max(sizes) < 180
 
 
-@pytest.mark.parametrize("number", [1, 31, 301])
-def test_an_error_loses_no_document(number):
-    sizes, failures = [10] * 40, [ValueError("cannot be read")]
-
-    def fails_once(document):
-        if document[0] == number and failures:
-            raise failures.pop()
-        return document
-
-    made = iter(rows.Rows(source(documents(sizes)).map(fails_once), length=16))
-    found = []
-    with pytest.raises(ValueError, match="cannot be read"):
-        found.extend(map(worlds.content, made))
-    found.extend(map(worlds.content, made))
-    assert found == list(map(worlds.content, rows_of(sizes, length=16)))
-
-
 def test_documents_that_are_others_when_they_are_read_again_are_refused():
     held = documents([9] * 60)
     one, *others = (
@@ -270,49 +253,9 @@ def test_a_document_that_makes_no_row_is_refused(document, more, message):
     assert (row["inputs"].tolist(), row["targets"].tolist()) == ([5, 6], [0, 7])
 
 
-HELD = {
-    name: documents([1 + n % 9 for n in range(60)], first=first)
-    for name, first in (("a", 0), ("b", 10_000))
-}
-
-
 def mixture(weights):
-    parts = {name: source(HELD[name]) for name in weights}
+    parts = {name: source(documents([5] * 50)) for name in weights}
     return mixing.Mixture(parts, weights, shard=1)
-
-
-def rest_of_chapter(made):
-    """The rows that were made, but not taken."""
-    found = []
-    while made.get_state()["row"]:
-        found.append(worlds.content(next(made)))
-    return found
-
-
-@pytest.mark.parametrize("packing", ["", *rows.PACKINGS])
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_what_is_held_is_read_again_by_the_weights_of_then(packing, count):
-    one_each = {"a": 1, "b": 1}
-    run = [one_each, {"a": 1, "b": 9}, {"a": 5, "b": 1}, {"a": 0, "b": 1}, one_each]
-
-    def mixed(weights):
-        return rows.Rows(mixture(weights), length=16, packing=packing, window=5)
-
-    made, found = iter(mixed(one_each)), []
-    for weights in run:
-        state = json.loads(json.dumps(made.get_state()))
-        made = iter(mixed(weights))
-        made.set_state(state)
-        for same in (one_each, {"a": 7, "b": 1}):
-            again = iter(mixed(same))
-            again.set_state(state)
-            assert rest_of_chapter(again) == rest_of_chapter(made)
-            made.set_state(state)
-        found += itertools.islice(made, count)
-    found += made
-    targets = [token for _, targets in all_segments(found) for token in targets]
-    held = itertools.chain(HELD["a"], HELD["b"])
-    assert sorted(targets) == [token for each in held for token in each[1:].tolist()]
 
 
 def shuffled(parent):
