@@ -59,7 +59,15 @@ _MAXTEXT = {
     **{name: name for name in ("num_experts_per_tok", "q_lora_rank", "kv_lora_rank")},
     **{name: name for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
 }
-_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5}
+
+
+def _kind(model_type, rope_theta, rms_norm_eps=1e-6, **more):
+    """What each configuration of Hugging Face has beside the sizes."""
+    return dict(
+        model_type=model_type, rope_theta=rope_theta, rms_norm_eps=rms_norm_eps, **more
+    )
+
+
 _ROPE_31 = {
     "rope_scaling": {
         "rope_type": "llama3",
@@ -69,6 +77,7 @@ _ROPE_31 = {
         "original_max_position_embeddings": 8192,
     }
 }
+_LLAMA_31 = _kind("llama", 5e5, 1e-5, **_ROPE_31)
 _YARN = {
     "rope_type": "yarn",
     "beta_fast": 32.0,
@@ -81,15 +90,12 @@ _GEMMA = {
     "hidden_size": GEMMA_EMBED,
     "num_attention_heads": GEMMA_HEADS,
     "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
     "sliding_window": WINDOW,
     "tie_word_embeddings": True,
 }
 _DEEPSEEK = {
     "head_dim": ROPE,
     "num_key_value_heads": HEADS,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
     "kv_lora_rank": KV_RANK,
     "qk_nope_head_dim": NOPE,
     "qk_rope_head_dim": ROPE,
@@ -98,17 +104,17 @@ _DEEPSEEK = {
     "num_experts_per_tok": CHOSEN,
     "moe_intermediate_size": MOE_MLP,
 }
-_LLAMA4 = {
-    "model_type": "llama4_text",
-    "num_hidden_layers": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": 1,
-    "intermediate_size": MOE_MLP,
-    "intermediate_size_mlp": MLP,
-    "attention_chunk_size": WINDOW,
-}
+_LLAMA4 = _kind(
+    "llama4_text",
+    5e5,
+    1e-5,
+    num_hidden_layers=8,
+    num_local_experts=EXPERTS,
+    num_experts_per_tok=1,
+    intermediate_size=MOE_MLP,
+    intermediate_size_mlp=MLP,
+    attention_chunk_size=WINDOW,
+)
 _LLAMA4_MAXTEXT = {"base_mlp_dim": MLP, "base_moe_mlp_dim": MOE_MLP}
 
 
@@ -132,62 +138,35 @@ class Model(NamedTuple):
 
 MODELS = {
     "llama2": Model(
-        "llama2-7b",
-        "hf_llama_to_maxtext",
-        {**_LLAMA, "rope_theta": 10000.0},
-        sizes={"interleave": 1},
+        "llama2-7b", "hf_llama_to_maxtext", _kind("llama", 1e4, 1e-5), {"interleave": 1}
     ),
     "llama3": Model(
-        "llama3-8b",
-        "hf_llama_to_maxtext",
-        {**_LLAMA, "rope_theta": 500000.0},
-        sizes={"interleave": 1},
+        "llama3-8b", "hf_llama_to_maxtext", _kind("llama", 5e5, 1e-5), {"interleave": 1}
     ),
     "llama3.1": Model(
-        "llama3.1-8b",
-        "hf_llama_to_maxtext",
-        {**_LLAMA, **_ROPE_31, "rope_theta": 500000.0},
-        sizes={"interleave": 2},
+        "llama3.1-8b", "hf_llama_to_maxtext", _LLAMA_31, {"interleave": 2}
     ),
     "llama3.3": Model(
-        "llama3.3-70b",
-        "hf_llama_to_maxtext",
-        {**_LLAMA, **_ROPE_31, "rope_theta": 500000.0},
-        sizes={"interleave": 2},
+        *("llama3.3-70b", "hf_llama_to_maxtext", _LLAMA_31, {"interleave": 2}),
         maxtext={"rope_type": "llama3.1"},
     ),
     "mixtral": Model(
         "mixtral-8x7b",
         "hf_mixtral_to_maxtext",
-        {
-            **_LOCAL,
-            "model_type": "mixtral",
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-        },
+        _kind("mixtral", 1e6, 1e-5, **_LOCAL),
         maxtext={"base_moe_mlp_dim": MLP},
     ),
-    "qwen2.5": Model(
-        "qwen2.5-7b",
-        "hf_qwen3_to_maxtext",
-        {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
-    ),
-    "qwen3": Model(
-        "qwen3-8b",
-        "hf_qwen3_to_maxtext",
-        {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
-    ),
+    "qwen2.5": Model("qwen2.5-7b", "hf_qwen3_to_maxtext", _kind("qwen2", 1e6)),
+    "qwen3": Model("qwen3-8b", "hf_qwen3_to_maxtext", _kind("qwen3", 1e6)),
     "qwen3_moe": Model(
         "qwen3-30b-a3b",
         "hf_qwen3_to_maxtext",
-        {
+        _kind(
+            *("qwen3_moe", 1e7),
             **_EXPERTS,
-            "model_type": "qwen3_moe",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000000.0,
-            "moe_intermediate_size": MLP,
-            "norm_topk_prob": True,
-        },
+            moe_intermediate_size=MLP,
+            norm_topk_prob=True,
+        ),
     ),
     "gemma2": Model(
         "gemma2-2b",
@@ -195,6 +174,7 @@ MODELS = {
         {
             **_GEMMA,
             "model_type": "gemma2",
+            "rms_norm_eps": 1e-6,
             "num_hidden_layers": 4,
             "query_pre_attn_scalar": HEAD_DIM + 2,
         },
@@ -204,92 +184,73 @@ MODELS = {
     "gemma3": Model(
         "gemma3-4b",
         "hf_gemma3_to_maxtext",
-        {
+        _kind(
+            *("gemma3_text", 1e6),
             **_GEMMA,
-            "model_type": "gemma3_text",
-            "num_hidden_layers": 14,
-            "vocab_size": PADDED,
-            "query_pre_attn_scalar": HEAD_DIM,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        },
+            num_hidden_layers=14,
+            vocab_size=PADDED,
+            query_pre_attn_scalar=HEAD_DIM,
+            rope_local_base_freq=10000.0,
+            rope_scaling={"factor": 8.0, "rope_type": "linear"},
+        ),
         sizes={"vocab": VOCAB},
         maxtext={"vocab_size": VOCAB},
     ),
     "olmo3": Model(
         "olmo3-7b-pt",
         "hf_olmo3_to_maxtext",
-        {
-            "model_type": "olmo3",
-            "num_hidden_layers": 8,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 500000.0,
-            "sliding_window": WINDOW,
-        },
+        _kind("olmo3", 5e5, num_hidden_layers=8, sliding_window=WINDOW),
     ),
     "gpt_oss": Model(
         "gpt-oss-20b",
         "hf_gpt_oss_to_maxtext",
-        {
+        _kind(
+            *("gpt_oss", 150000.0, 1e-5),
             **_LOCAL,
-            "model_type": "gpt_oss",
-            "num_hidden_layers": 4,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150000.0,
-            "rope_scaling": {**_YARN, "factor": 32.0, "truncate": False},
-            "sliding_window": WINDOW,
-        },
+            num_hidden_layers=4,
+            rope_scaling={**_YARN, "factor": 32.0, "truncate": False},
+            sliding_window=WINDOW,
+        ),
         maxtext={"base_moe_mlp_dim": MLP},
     ),
     "deepseek2": Model(
         "deepseek2-16b",
         "hf_deepseek3_to_maxtext",
-        {
+        _kind(
+            *("deepseek_v2", 1e4),
             **_DEEPSEEK,
-            "model_type": "deepseek_v2",
-            "first_k_dense_replace": 1,
-            "q_lora_rank": None,
-            "n_shared_experts": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "topk_method": "greedy",
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "rope_scaling": {
-                **_YARN,
-                "factor": 40.0,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-            },
-        },
+            first_k_dense_replace=1,
+            q_lora_rank=None,
+            n_shared_experts=2,
+            n_group=1,
+            topk_group=1,
+            topk_method="greedy",
+            norm_topk_prob=False,
+            routed_scaling_factor=1.0,
+            rope_scaling=_YARN
+            | {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
         maxtext={
+            **dict.fromkeys(("n_routing_groups", "topk_routing_group")),
             "head_dim": HEAD_DIM,
-            "n_routing_groups": None,
-            "topk_routing_group": None,
         },
     ),
     "deepseek3": Model(
         "deepseek3-671b",
         "hf_deepseek3_to_maxtext",
-        {
+        _kind(
+            *("deepseek_v3", 1e4),
             **_DEEPSEEK,
-            "model_type": "deepseek_v3",
-            "num_hidden_layers": 5,
-            "first_k_dense_replace": 2,
-            "q_lora_rank": Q_RANK,
-            "n_shared_experts": 1,
-            "n_group": 4,
-            "topk_group": 2,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-            "rope_scaling": {
-                **_YARN,
-                "factor": 40.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-        },
+            num_hidden_layers=5,
+            first_k_dense_replace=2,
+            q_lora_rank=Q_RANK,
+            n_shared_experts=1,
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+            rope_scaling=_YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
         maxtext={"head_dim": HEAD_DIM},
     ),
     "llama4_scout": Model(
@@ -307,23 +268,21 @@ MODELS = {
     "qwen3_next": Model(
         "qwen3-next-80b-a3b",
         "hf_qwen3_next_to_maxtext",
-        {
+        _kind(
+            *("qwen3_next", 1e7),
             **_EXPERTS,
-            "model_type": "qwen3_next",
-            "num_hidden_layers": 9,
-            "head_dim": 16,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000000.0,
-            "partial_rotary_factor": 0.25,
-            "norm_topk_prob": True,
-            "moe_intermediate_size": MOE_MLP,
-            "shared_expert_intermediate_size": MOE_MLP,
-            "linear_num_key_heads": LINEAR_HEADS[0],
-            "linear_num_value_heads": LINEAR_HEADS[1],
-            "linear_key_head_dim": LINEAR_DIMS[0],
-            "linear_value_head_dim": LINEAR_DIMS[1],
-            "linear_conv_kernel_dim": WIDTH,
-        },
+            num_hidden_layers=9,
+            head_dim=16,
+            partial_rotary_factor=0.25,
+            norm_topk_prob=True,
+            moe_intermediate_size=MOE_MLP,
+            shared_expert_intermediate_size=MOE_MLP,
+            linear_num_key_heads=LINEAR_HEADS[0],
+            linear_num_value_heads=LINEAR_HEADS[1],
+            linear_key_head_dim=LINEAR_DIMS[0],
+            linear_value_head_dim=LINEAR_DIMS[1],
+            linear_conv_kernel_dim=WIDTH,
+        ),
         maxtext={"base_mlp_dim": MOE_MLP, "gdn_chunk_size": 8},
     ),
 }
