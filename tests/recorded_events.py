@@ -15,3 +15,8 @@ class RecordedEvents:
 
     def named(self, name):
         return [fields for each, fields in self.events if each == name]
+
+    @property
+    def listed(self):
+        """The events as they are written to a log."""
+        return [{"event": name, **fields} for name, fields in self.events]

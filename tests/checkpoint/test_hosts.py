@@ -29,6 +29,7 @@ from elastic_ckpt.tiers import choices, find
 from elastic_ckpt.tiers.source import ReadError
 from elastic_ckpt.universal import loading
 from tests.core import thread_store
+from tests.processes import tier_worlds
 from tests.sidecar import simulated_hosts
 
 NUM_HOSTS = 2
@@ -38,7 +39,7 @@ def configs(machines):
     mesh = simulated_hosts.mesh_of(NUM_HOSTS)
     devices = simulated_hosts.hosts_of(mesh, NUM_HOSTS)
     return devices, simulated_hosts.choices_of(
-        machines, devices, mesh, simulated_hosts.tiers_of, numbers=range(NUM_HOSTS)
+        machines, devices, mesh, tier_worlds.tiers, numbers=range(NUM_HOSTS)
     )
 
 
@@ -159,7 +160,7 @@ def test_hosts_read_by_the_table_of_host_0_or_ask_all(drive, monkeypatch, lost):
     def save_and_load(driver):
         with HostsCheckpointer(
             driver,
-            choices.Chosen.from_choices(simulated_hosts.tiers_of("/nowhere")),
+            choices.Chosen.from_choices(tier_worlds.tiers("/nowhere")),
             run="run",
             found=None,
             relayout=loading.relayout,

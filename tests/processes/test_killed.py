@@ -14,7 +14,7 @@ import time
 import pytest
 
 from elastic_ckpt import frontend
-from elastic_ckpt.core import errors, topology
+from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.training import schema
 from tests import documents, host_worlds, runs
@@ -23,9 +23,9 @@ from tests.processes import (
     great_runs,
     killed_tiers,
     killed_world,
-    machines,
     tier_worlds,
 )
+from tests.recorded_events import RecordedEvents
 
 # Of each life: the point and its occurrence, who is killed, and the steps that are
 # complete then. Each life ends in its second save, but one in its first.
@@ -107,15 +107,17 @@ class Lives:
         context = f"{phase}, on the machines {self._numbers}"
         problem = self._live(phase, everybody)
         # The reason that the world reports explains why it missed the point.
-        assert "killed by SIGKILL" in problem, f"{context}: {problem} {self._events}"
+        assert "killed by SIGKILL" in problem, (
+            f"{context}: {problem} {self._recorded.events}"
+        )
         if not everybody:
             killed = f"host {point.host} failed: killed by SIGKILL"
             assert problem.startswith(killed), f"{context}: {problem}"
-        saved = steps_of(self._events, "saved")
+        saved = steps_of(self._recorded, "saved")
         if phase == "restore":
             assert not saved, context
             return
-        (restored,) = steps_of(self._events, "step_done")
+        (restored,) = steps_of(self._recorded, "step_done")
         assert restored + 1 in saved, context
         self._expected = (restored + 1 + point.is_saved,)
         # A step that was reported as saved is never lost.
@@ -128,11 +130,11 @@ class Lives:
         """The last world finds what was left, saves, and lives."""
         problem = self._live("", False)
         assert not problem, problem
-        assert len(steps_of(self._events, "saved")) == 2
+        assert len(steps_of(self._recorded, "saved")) == 2
 
     def _live(self, phase, everybody):
         self._ram.start_agents(self._numbers)
-        self._events = []
+        self._recorded = RecordedEvents()
         return end_of_world(
             functools.partial(
                 killed_tiers.live,
@@ -145,32 +147,21 @@ class Lives:
             ),
             len(self._numbers),
             self._path / "logs",
-            self._events,
+            self._recorded,
         )
 
 
-def steps_of(events, name):
-    return [fields["step"] for event, fields in events if event == name]
+def steps_of(recorded, name):
+    return [fields["step"] for fields in recorded.named(name)]
 
 
-def end_of_world(work, num_hosts, logs, events):
+def end_of_world(work, num_hosts, logs, emit):
     """Why a world has failed; empty if it has not."""
     try:
-        host_worlds.run(
-            work,
-            num_hosts=num_hosts,
-            log_directory=logs,
-            emit=lambda name, **fields: events.append((name, fields)),
-        )
+        host_worlds.run(work, num_hosts=num_hosts, log_directory=logs, emit=emit)
     except errors.RunError as error:
         return str(error)
     return ""
-
-
-@pytest.fixture
-def ram():
-    with machines.Machines() as started:
-        yield started
 
 
 @pytest.mark.slow
@@ -198,7 +189,7 @@ def live_until_killed(place, emit, *, directories, path, victims, secs):
             tier_worlds.tiers(directories[place.host], copies=1),
             run="run",
             slice_name=str(place.host),
-            emit=emit if place.host == 0 else lambda *_, **__: None,
+            emit=emit if place.host == 0 else events.nobody,
         )
         with checkpointer:
             step = killed_tiers.restore(checkpointer, mesh)
@@ -243,7 +234,7 @@ def test_hosts_that_save_each_step_are_killed_at_random(ram, tmp_path, number):
     for life in range(number + 1):
         ram.start_agents(range(HOSTS))
         host = drawn.choice([None, *range(HOSTS)])
-        events = []
+        recorded = RecordedEvents()
         program = functools.partial(
             live_until_killed,
             directories=[ram.directory(n) for n in range(HOSTS)],
@@ -251,15 +242,15 @@ def test_hosts_that_save_each_step_are_killed_at_random(ram, tmp_path, number):
             victims=range(HOSTS) if host is None else [host],
             secs=drawn.uniform(0, MOST_SECS),
         )
-        problem = end_of_world(program, HOSTS, tmp_path / "logs", events)
+        problem = end_of_world(program, HOSTS, tmp_path / "logs", recorded)
         assert "killed by SIGKILL" in problem, problem
-        restored = max(steps_of(events, "step_done"))
+        restored = max(steps_of(recorded, "step_done"))
         assert restored >= least, (life, restored, least)
         if host is None:
             begun = [(tmp_path / f"begun-{n}").read_text() for n in range(HOSTS)]
             # All hosts have begun the last one of these.
             all_begun = min(int(each or restored) for each in begun) - 1
-            least = max([restored, *steps_of(events, "saved"), all_begun])
+            least = max([restored, *steps_of(recorded, "saved"), all_begun])
         else:
             shutil.rmtree(ram.directory(host))
-            least = max([0, *steps_of(events, "replicated")])
+            least = max([0, *steps_of(recorded, "replicated")])

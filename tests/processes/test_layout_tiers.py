@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.universal.rules.layout import Layout
-from tests.processes import machines, tier_worlds
+from tests.processes import tier_worlds
 from tests.processes.test_memory import on, read_bytes, reasons, saved
 
 STEP = 4
@@ -26,12 +26,6 @@ rules:
 drop: ["scale"]
 """)
 NUM_BYTES = 4 * (48 * 40 + 240 + 24 * 10 * 4)
-
-
-@pytest.fixture
-def ram():
-    with machines.Machines() as started:
-        yield started
 
 
 def wanted(mesh, step):

@@ -21,19 +21,12 @@ from tests.processes import (
     backup_hosts,
     claims,
     great_runs,
-    machines,
     outer_launcher,
     tier_worlds,
 )
 from tests.tiers import served
 
 LIMIT_SECS = 1200
-
-
-@pytest.fixture
-def ram():
-    with machines.Machines() as started:
-        yield started
 
 
 def on(ram, numbers, work, tmp_path, **options):

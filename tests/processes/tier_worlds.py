@@ -8,11 +8,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import frontend
-from elastic_ckpt.core import topology
+from elastic_ckpt.core import events, topology
 from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.training import schema
 from tests import host_worlds
+from tests.recorded_events import RecordedEvents
 
 SHAPES = {"w": (48, 40), "b": (240,), "scale": (), "m": (24, 10, 4)}
 
@@ -126,14 +127,10 @@ def host(place, emit, *, directories, work, slices=1, **options):
             tiers(directories[place.host], **options),
             run="run",
             slice_name=str(place.host * slices // world.hosts),
-            emit=emit if place.host == 0 else _nobody,
+            emit=emit if place.host == 0 else events.nobody,
         )
         with checkpointer:
             work(checkpointer, mesh)
-
-
-def _nobody(name, **fields):
-    del name, fields
 
 
 def save(checkpointer, mesh, *, steps, sharded):
@@ -158,15 +155,11 @@ def restore(checkpointer, mesh, *, step, sharded):
 
 def run(work, *, num_hosts, directories, logs, **options):
     """Runs `work` on hosts, each on one of the directories; the events of host 0."""
-    events = []
-
-    def emit(name, **fields):
-        events.append({"event": name, **fields})
-
+    recorded = RecordedEvents()
     host_worlds.run(
         functools.partial(host, directories=directories, work=work, **options),
         num_hosts=num_hosts,
         log_directory=logs,
-        emit=emit,
+        emit=recorded,
     )
-    return json.loads(json.dumps(events))
+    return json.loads(json.dumps(recorded.listed))

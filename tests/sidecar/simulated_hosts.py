@@ -21,6 +21,7 @@ from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.universal import loading
 from tests import shared_memory
+from tests.processes import tier_worlds
 from tests.tiers import served
 
 
@@ -96,7 +97,16 @@ def choices_of(machines, hosts, mesh, tiers, *, numbers):
 
 
 @contextlib.contextmanager
-def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options):
+def world(
+    machines,
+    num_hosts,
+    *,
+    slices=1,
+    apart=False,
+    numbers=None,
+    storage_alone=False,
+    **options,
+):
     """A checkpointer over hosts, its mesh, and the events of it."""
     emitted = []
 
@@ -104,7 +114,7 @@ def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options
         emitted.append({"event": name, **fields})
 
     def tiers(directory):
-        return tiers_of(directory, **options)
+        return tier_worlds.tiers(None if storage_alone else directory, **options)
 
     mesh = mesh_of(num_hosts, slices=slices, apart=apart)
     hosts = hosts_of(mesh, num_hosts, apart=apart)
@@ -123,24 +133,3 @@ def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options
     )
     with checkpointer:
         yield checkpointer, mesh, emitted
-
-
-def tiers_of(
-    directory,
-    *,
-    copies=2,
-    persistent=None,
-    limit_bytes=None,
-    storage_alone=False,
-    **peers,
-):
-    """The tiers of a host."""
-    if storage_alone:
-        return [choices.Persistent(persistent, every=1)]
-    chosen = [
-        choices.Local(directory, limit_bytes=limit_bytes),
-        choices.Peers(copies=copies, **peers),
-    ]
-    if persistent:
-        chosen.append(choices.Persistent(persistent, every=1))
-    return chosen

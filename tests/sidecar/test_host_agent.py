@@ -292,7 +292,7 @@ def test_a_single_controller_is_known_by_its_mesh_and_sends_itself_no_files(
     monkeypatch.setattr(front_door.topology, "is_single_controller", lambda _: True)
     mesh = simulated_hosts.mesh_of(1)
     tiers = [choices.Persistent(tmp_path / "steps", every=1)]
-    tiers += simulated_hosts.tiers_of(machines.directory(0)) if with_ram else []
+    tiers += tier_worlds.tiers(machines.directory(0)) if with_ram else []
     with front_door.Checkpointer(tiers, mesh=mesh) as made:
         assert isinstance(made._hosts, remote_hosts.RemoteHosts)
         # The head has the memory of host 0.
