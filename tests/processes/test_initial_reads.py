@@ -1,5 +1,6 @@
 """Hosts of a new run read their parts of the initial weights alone, and once."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -9,28 +10,24 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt import universal
-from elastic_ckpt.core import errors, topology
+from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.training import schema, trainer
 from elastic_ckpt.universal.reading.sources import Sources
-from elastic_ckpt.universal.rules.layout import Layout
 from tests import host_worlds
 from tests.universal import safetensors_files
 
-SHAPE = (512, 256)
-NORM = (256,)
-NORM_RULE = {"from": {"model.norm": "a"}, "to": {"params/norm": "a"}}
-NORM_BYTES = 4 * NORM[0]
-MATRICES_BYTES = 2 * 4 * SHAPE[0] * SHAPE[1]
+HOSTS = 2
+SHAPES = {"up": (512, 256), "down": (512, 256), "norm": (256,)}
+NORM_BYTES = 4 * 256
+MATRICES_BYTES = 2 * 4 * 512 * 256
 
 
 def weights():
     """The weights, the same in all processes."""
-    shapes = {"up": SHAPE, "down": SHAPE, "norm": NORM}
     return {
         name: np.random.default_rng([*name.encode()]).random(shape, np.float32)
-        for name, shape in shapes.items()
+        for name, shape in SHAPES.items()
     }
 
 
@@ -39,19 +36,17 @@ def write(path):
     tensors = {f"model.{name}": array for name, array in weights().items()}
     others = {f"optimizer.{name}": array for name, array in weights().items()}
     safetensors_files.write(path / "model.safetensors", {**others, **tensors})
+    dims = {name: "a b"[: 2 * len(shape) - 1] for name, shape in SHAPES.items()}
     rules = [
-        {
-            "from": {f"model.{name}": "a b"[: 2 * array.ndim - 1]},
-            "to": {f"params/{name}": "a b"[: 2 * array.ndim - 1]},
-        }
-        for name, array in weights().items()
+        {"from": {f"model.{name}": each}, "to": {f"params/{name}": each}}
+        for name, each in dims.items()
     ]
     layout = {"version": 1, "rules": rules, "drop": ["optimizer.*"]}
     (path / "layout.yml").write_text(json.dumps(layout))
-    return {
-        "path": str(path / "model.safetensors"),
-        "layout": str(path / "layout.yml"),
-    }
+    return schema.ModelSection(
+        init_from=str(path / "model.safetensors"),
+        init_from_layout=str(path / "layout.yml"),
+    )
 
 
 def counted(reads):
@@ -65,92 +60,66 @@ def counted(reads):
     Sources.read_into = counting
 
 
-def load(mesh, keys, path):
-    """Loads the weights as a run does, and compares the parts of this host."""
-    reads = []
-    counted(reads)
-    expected = weights()
-    sharded = {name: PartitionSpec(("slice", "fsdp")) for name in ("up", "down")}
-    abstract = {
-        name: jax.ShapeDtypeStruct(
-            array.shape,
-            array.dtype,
-            sharding=NamedSharding(mesh, sharded.get(name, PartitionSpec())),
-        )
-        for name, array in expected.items()
-    }
-    section = schema.ModelSection(
-        init_from=keys["path"], init_from_layout=keys["layout"]
-    )
-    params = trainer.initial_weights(section, abstract, _discard)
-    for name, leaf in params.items():
-        for shard in leaf.addressable_shards:
-            part = expected[name][shard.index]
-            assert np.asarray(shard.data).tobytes() == part.tobytes()
-    file = pathlib.Path(path, f"reads-{topology.this_host()}.json")
-    file.write_text(json.dumps(reads))
-
-
-def host(place, emit, *, keys, path):
-    """A host that joins its world and loads."""
+def host(place, emit, *, section, path):
+    """A host that loads and compares its parts; then the last one has no checkpoint."""
     del emit
     host_process.configure(schema.WorldSection())
     with host_process.joined(place):
-        load(topology.mesh_of(topology.present(1)), keys, path)
+        mesh, expected, reads = topology.mesh_of(topology.present(1)), weights(), []
+        counted(reads)
+        specs = dict.fromkeys(("up", "down"), PartitionSpec(("slice", "fsdp")))
+        abstract = {
+            name: jax.ShapeDtypeStruct(
+                array.shape,
+                array.dtype,
+                sharding=NamedSharding(mesh, specs.get(name, PartitionSpec())),
+            )
+            for name, array in expected.items()
+        }
+        params = trainer.initial_weights(section, abstract, events.nobody)
+        for name, leaf in params.items():
+            for shard in leaf.addressable_shards:
+                part = expected[name][shard.index]
+                assert np.asarray(shard.data).tobytes() == part.tobytes()
+        pathlib.Path(path, f"reads-{place.host}.json").write_text(json.dumps(reads))
+        if place.host == HOSTS - 1:
+            section = dataclasses.replace(section, init_from=f"{path}/absent")
+        with pytest.raises(errors.ElasticCkptError) as raised:
+            trainer.initial_weights(section, abstract, events.nobody)
+        pathlib.Path(path, f"error-{place.host}").write_text(str(raised.value))
 
 
-def load_or_note(place, emit, *, keys, path):
-    """A host that loads, where the second one has no checkpoint; notes the error."""
-    del emit
-    host_process.configure(schema.WorldSection())
-    with host_process.joined(place):
-        own = topology.this_host()
-        sharding = NamedSharding(topology.mesh_of(topology.present(1)), PartitionSpec())
-        leaf = jax.ShapeDtypeStruct(NORM, np.float32, sharding=sharding)
-        source = keys["path"] if own == 0 else f"{path}/absent"
-        layout = Layout.from_dict(
-            {"rules": [NORM_RULE], "drop": ["optimizer.*", "*.up", "*.down"]}
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """What each host of a world has read, and its error."""
+    path = tmp_path_factory.mktemp("weights")
+    host_worlds.run(
+        functools.partial(host, section=write(path), path=str(path)),
+        num_hosts=HOSTS,
+        log_directory=path / "logs",
+    )
+    return [
+        (
+            json.loads((path / f"reads-{number}.json").read_text()),
+            (path / f"error-{number}").read_text(),
         )
-        try:
-            universal.load(source, {"params": {"norm": leaf}}, layout=layout)
-        except errors.ElasticCkptError as error:
-            pathlib.Path(path, f"error-{own}").write_text(str(error))
-
-
-@pytest.mark.slow
-def test_all_hosts_raise_if_one_cannot_open_the_checkpoint(tmp_path):
-    host_worlds.run(
-        functools.partial(load_or_note, keys=write(tmp_path), path=str(tmp_path)),
-        num_hosts=2,
-        log_directory=tmp_path / "logs",
-        emit=_discard,
-    )
-    first, second = ((tmp_path / f"error-{number}").read_text() for number in (0, 1))
-    assert "absent" in second
-    assert "host 1" in first
-    assert second in first
-
-
-@pytest.mark.slow
-def test_each_host_reads_its_part_of_the_weights_alone_and_once(tmp_path):
-    num_hosts = 2
-    host_worlds.run(
-        functools.partial(host, keys=write(tmp_path), path=str(tmp_path)),
-        num_hosts=num_hosts,
-        log_directory=tmp_path / "logs",
-        emit=_discard,
-    )
-    reads = [
-        json.loads((tmp_path / f"reads-{number}.json").read_text())
-        for number in range(num_hosts)
+        for number in range(HOSTS)
     ]
-    for ranges in reads:
+
+
+@pytest.mark.slow
+def test_each_host_reads_its_part_of_the_weights_alone_and_once(world):
+    for ranges, _ in world:
         num_bytes = sum(stop - start for _, start, stop in ranges)
-        assert num_bytes == MATRICES_BYTES // num_hosts + NORM_BYTES
+        assert num_bytes == MATRICES_BYTES // HOSTS + NORM_BYTES
     # All hosts hold the vector; nothing else is read by two.
-    shared = {tuple(each) for each in reads[0]} & {tuple(each) for each in reads[1]}
+    shared = set.intersection(*({*map(tuple, ranges)} for ranges, _ in world))
     assert sum(stop - start for _, start, stop in shared) == NORM_BYTES
 
 
-def _discard(name, **fields):
-    del name, fields
+@pytest.mark.slow
+def test_all_hosts_raise_if_one_cannot_open_the_checkpoint(world):
+    (_, first), (_, second) = world
+    assert "absent" in second
+    assert "host 1" in first
+    assert second in first
