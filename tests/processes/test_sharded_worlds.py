@@ -3,15 +3,14 @@
 import functools
 import hashlib
 
+import orbax.checkpoint as v0
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import sharded_data
-from elastic_ckpt.elastic import (
-    host,
-)
+from elastic_ckpt.elastic import host
 from elastic_ckpt.training import schema
 from tests import conftest, host_worlds, pipelines, worlds
 
@@ -51,10 +50,17 @@ def train(place, emit, *, directory, corpus, sizes):
             )
             for name, data in engines(corpus).items()
         }
-        with ocp.training.Checkpointer(directory) as checkpointer:
+        # The manager of Orbax v0 has one of them, and v1 the other.
+        sharded, positional = iterators.values()
+        with (
+            ocp.training.Checkpointer(f"{directory}/v1") as checkpointer,
+            v0.CheckpointManager(f"{directory}/v0") as manager,
+        ):
             step = checkpointer.latest.step if checkpointer.latest else 0
             if step:
-                checkpointer.load_checkpointables(step, dict(iterators))
+                checkpointer.load_checkpointables(step, {"data": positional})
+                item = ec.orbax_v0.StatefulRestore(sharded)
+                manager.restore(step, args=v0.args.Composite(data=item))
             for number, size in enumerate(sizes):
                 for name, batches in iterators.items():
                     if number:
@@ -64,7 +70,9 @@ def train(place, emit, *, directory, corpus, sizes):
                         at = step + offset
                         emit("step_interrupted", step=at, path=line, resume_step=0.0)
                 step += BATCHES_A_SIZE
-            checkpointer.save_checkpointables(step, dict(iterators))
+            checkpointer.save_checkpointables(step, {"data": positional})
+            item = ec.orbax_v0.StatefulSave(sharded)
+            manager.save(step, args=v0.args.Composite(data=item))
         for batches in iterators.values():
             batches.close()
 
