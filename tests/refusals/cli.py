@@ -31,6 +31,9 @@ def verb(says: str, *arguments: object, error=errors.ConfigError) -> Refusal:
     return Refusal(call, says, error)
 
 
+failing = functools.partial(verb, error=errors.ElasticCkptError)
+
+
 def on_files(refusal: Refusal, **files: str) -> Refusal:
     """The same, in a directory with these files."""
 
@@ -78,10 +81,6 @@ CLUSTER = [
 ]
 
 
-def simulated(says: str, *options: str, error=errors.ConfigError) -> Refusal:
-    return verb(says, *CLUSTER, *options, error=error)
-
-
 def trace(says: str, *lines: dict[str, object]) -> Refusal:
     """The events of a run that is simulated on four slices of two hosts."""
     return Refusal(lambda _: failures.of_log(lines, slices=4, hosts_per_slice=2), says)
@@ -99,10 +98,9 @@ REFUSALS = {
         **{"elastic_enabled": True, "enable_checkpointing": False},
         **{"hosts": 2, "slices": 2},
     ),
-    "Azure container for a run": verb(
+    "Azure container for a run": failing(
         "az://container/runs.*can only hold training data",
         *("inspect", "az://container/runs/tiny"),
-        error=errors.ElasticCkptError,
     ),
     "texts in a bucket": verb(
         "gs://bucket/texts: this machine has no text files under this path",
@@ -112,20 +110,13 @@ REFUSALS = {
     "texts as TFRecord": verb(
         "text cannot be written as tfrecord; set grain_file_type to one of arrayrecord",
         *("data", "DIR", "texts.tfrecord"),
-        error=errors.ConfigError,
     ),
-    "audit of no run": verb(
-        "is not a run directory", "audit", "DIR", error=errors.ElasticCkptError
+    "audit of no run": failing("is not a run directory", "audit", "DIR"),
+    "inspection of nothing": failing(
+        "neither a run directory .* nor a directory with steps", "inspect", "DIR"
     ),
-    "inspection of nothing": verb(
-        "neither a run directory .* nor a directory with steps",
-        *("inspect", "DIR"),
-        error=errors.ElasticCkptError,
-    ),
-    "verification of a missing directory": verb(
-        "none: no such directory; specify",
-        *("verify", "DIR/none"),
-        error=errors.ElasticCkptError,
+    "verification of a missing directory": failing(
+        "none: no such directory; specify", "verify", "DIR/none"
     ),
     "RAM of machines that are not recorded": on_files(
         verb(
@@ -135,29 +126,21 @@ REFUSALS = {
         ),
         secret="long-enough-for-a-secret",
     ),
-    "agent of a missing directory": verb(
+    "agent of a missing directory": failing(
         "none cannot be served at .* pass the existing directory of a run",
         *("agent", "DIR/none"),
-        error=errors.ElasticCkptError,
     ),
     "agent with a short secret": on_files(
-        verb(
-            "secret is missing or does not contain a secret",
-            "agent",
-            "DIR",
-            *SECRET,
-            error=errors.ElasticCkptError,
+        failing(
+            "secret is missing or does not contain a secret", "agent", "DIR", *SECRET
         ),
         secret="too short",
     ),
-    "domains of an agent of no node": verb(
+    "domains of an agent of no node": failing(
         "--domains, .* apply only to a node's agent; add --node",
         *("agent", "DIR", "--domains", "rack=r7"),
-        error=errors.ElasticCkptError,
     ),
-    "pin of no step": verb(
-        "is not a step directory", "pin", "DIR", error=errors.ElasticCkptError
-    ),
+    "pin of no step": failing("is not a step directory", "pin", "DIR"),
     "slices of a run that is not elastic": scale(
         "was not started with elastic_enabled=true",
         2,
@@ -174,16 +157,15 @@ REFUSALS = {
     "slices of a run that has ended": scale(
         "is not running; start it", 3, error=errors.RunError, elastic_min_slice_count=2
     ),
-    "cost without a name": simulated(
-        "--cost days=1: the value must be above 0, and the name", "--cost", "days=1"
+    "cost without a name": verb(
+        "--cost days=1: the value must be above 0, and the name",
+        *(*CLUSTER, "--cost", "days=1"),
     ),
-    "cost of nothing": simulated(
-        "--cost step_secs=0: the value must be above 0", "--cost", "step_secs=0"
+    "cost of nothing": verb(
+        "step_secs=0: the value must be above 0", *CLUSTER, "--cost", "step_secs=0"
     ),
-    "failures of no run": simulated(
-        "nowhere is not a run directory",
-        *("--trace", "nowhere"),
-        error=errors.ElasticCkptError,
+    "failures of no run": failing(
+        "nowhere is not a run directory", *CLUSTER, "--trace", "nowhere"
     ),
     "plots without their extra": Refusal(
         lambda _: mock.patch.dict(sys.modules, vl_convert=None)(page.library)(),

@@ -1,18 +1,11 @@
 """Mistakes in the faults of a run, and in a cluster of processes."""
 
+import functools
 import os
 
 import elastic_ckpt as ec
 from elastic_ckpt.elastic import faults, pathways
-from tests.refusals import Refusal
-
-
-def listed(text):
-    return lambda _: faults.parse(text)
-
-
-def processes(**values):
-    return lambda _: ec.elastic.Processes(**values)
+from tests.refusals import Refusal, row
 
 
 def served_elsewhere(directory):
@@ -35,62 +28,51 @@ def unnamed_function(directory):
 
 
 SHARED = {"slices": 2, "machines": 2, "shared": "shared"}
-RAM = {"slices": 2, "run": "x"}
+NOT_HERE = "is not on this machine"
+listed, processes = row(faults.parse), row(ec.elastic.Processes)
+memory = functools.partial(processes, slices=2, run="x")
 
 REFUSALS = {
-    "faults: a word": Refusal(
-        listed("kill_slice"),
-        r"'kill_slice' is not a list .*use the form \[\{kill_slice",
+    "faults: a word": listed(
+        r"'kill_slice' is not a list .*use the form \[\{kill_slice", "kill_slice"
     ),
-    "faults: no step": Refusal(
-        listed('[{"kill_slice": 1, "step": 2}]'), "is not a fault"
+    "faults: no step": listed("is not a fault", '[{"kill_slice": 1, "step": 2}]'),
+    "faults: no such kind": listed("burn_slice", '[{"burn_slice": 1, "at_step": 2}]'),
+    "faults: no slice": listed(
+        "Expected `int`, got `bool`", '[{"kill_slice": true, "at_step": 2}]'
     ),
-    "faults: no such kind": Refusal(
-        listed('[{"burn_slice": 1, "at_step": 2}]'), "burn_slice"
-    ),
-    "faults: no slice": Refusal(
-        listed('[{"kill_slice": true, "at_step": 2}]'), "Expected `int`, got `bool`"
-    ),
-    "processes: no slice": Refusal(
-        processes(slices=0), r"slices=0\): pass a positive integer"
-    ),
-    "processes: a fault of no slice": Refusal(
-        processes(slices=2, injected=[faults.Fault(kind="kill_slice", target=2)]),
+    "processes: no slice": processes(r"slices=0\): pass a positive integer", slices=0),
+    "processes: a fault of no slice": processes(
         "the run has slices 0 to 1; choose one of them",
+        **{"slices": 2, "injected": [faults.Fault(kind="kill_slice", target=2)]},
     ),
-    "processes: on TPUs": Refusal(
-        processes(slices=2, hardware="tpu"), r"use ec\.elastic\.Pathways"
+    "processes: on TPUs": processes(
+        r"use ec\.elastic\.Pathways", slices=2, hardware="tpu"
     ),
-    "processes: memory of no run": Refusal(
-        processes(slices=2, ram=os.sep), "needs a run name"
+    "processes: memory of no run": processes("needs a run name", slices=2, ram=os.sep),
+    "processes: memory that cannot be made": memory(
+        r"ram='/proc/x'\): .*pass a writable dir", ram="/proc/x"
     ),
-    "processes: memory that cannot be made": Refusal(
-        processes(**RAM, ram="/proc/x"), r"ram='/proc/x'\): .*pass a writable dir"
+    "processes: memory in a bucket": memory(
+        f"ram='gs://b/c' {NOT_HERE}", ram="gs://b/c"
     ),
-    "processes: memory in a bucket": Refusal(
-        processes(**RAM, ram="gs://b/c"), "ram='gs://b/c' is not on this machine"
+    "processes: logs in a bucket": memory(
+        f"logs='s3://b/c' {NOT_HERE}", logs="s3://b/c"
     ),
-    "processes: logs in a bucket": Refusal(
-        processes(slices=2, logs="s3://b/c"), "logs='s3://b/c' is not on this machine"
-    ),
-    "processes: a path for a name": Refusal(
-        processes(slices=2, run="a/b"), "pass a valid directory name"
-    ),
+    "processes: a path for a name": memory("pass a valid directory name", run="a/b"),
     "processes: a function without a name": Refusal(
         unnamed_function,
         r"cannot be sent to host processes \(.*<lambda>.*; define it with `def` at the",
         writes=True,
     ),
-    "machines: nothing shared": Refusal(
-        processes(slices=2, machines=2), "needs a directory that all its machines share"
+    "machines: nothing shared": processes(
+        "needs a directory that all its machines share", slices=2, machines=2
     ),
-    "machines: slices that they do not divide": Refusal(
-        processes(**{**SHARED, "slices": 3}), "evenly among 2 machines"
+    "machines: slices that they do not divide": processes(
+        "evenly among 2 machines", **{**SHARED, "slices": 3}
     ),
-    "machines: no number": Refusal(processes(**SHARED), "machine is not set"),
-    "machines: a number too many": Refusal(
-        processes(**SHARED, machine=2), "from 0 to 1"
-    ),
+    "machines: no number": processes("machine is not set", **SHARED),
+    "machines: a number too many": processes("from 0 to 1", **SHARED, machine=2),
     "a checkpointer beside the agent": Refusal(
         served_elsewhere, "is not the directory that the agent of slice 0"
     ),
