@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.universal.rules.layout import Layout
+from tests import spoilt_files
 from tests.processes import tier_worlds
 from tests.processes.test_memory import on, read_bytes, reasons, saved
 
@@ -60,13 +61,10 @@ def load(checkpointer, mesh, *, expected_step=STEP):
 
 
 def flip_first_box(ram, number, step):
-    """Flips a bit of the first box of a matrix in the RAM of a machine."""
+    """Spoils the first box of a matrix in the RAM of a machine."""
     (directory,) = pathlib.Path(ram.directory(number)).glob(f"hosts/0/{step}-*")
     files = (directory / "state/w/c").glob("*/*")
-    path = min(each for each in files if each.is_file())
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 8
-    path.write_bytes(content)
+    spoilt_files.change_first_byte(min(each for each in files if each.is_file()))
 
 
 def restored(events):

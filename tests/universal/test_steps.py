@@ -13,6 +13,7 @@ from elastic_ckpt import frontend
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
+from tests import spoilt_files
 from tests.checkpoint.test_component_io import Counter
 
 MESH = jax.make_mesh((4,), ("data",))
@@ -69,11 +70,9 @@ def load_scanned(checkpointer, step=3, **others):
 
 
 def flip(tmp_path, step):
-    """Flips a bit of the only chunk of a leaf in RAM."""
+    """Spoils the only chunk of a leaf in RAM."""
     (chunk,) = (tmp_path / "ram").glob(f"hosts/0/{step}-*/state/layer_1/w/c/0/0")
-    content = bytearray(chunk.read_bytes())
-    content[0] ^= 1
-    chunk.write_bytes(content)
+    spoilt_files.change_first_byte(chunk)
 
 
 def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(checkpointer):
