@@ -26,6 +26,7 @@ from elastic_ckpt.training import audit
 from tests import shared_memory
 from tests.checkpoint import conftest as checkpoint
 from tests.integrations import stand_in
+from tests.recorded_events import RecordedEvents
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -211,18 +212,18 @@ def test_a_world_that_is_left_saves_and_its_supervisor_keeps_the_events(
     installed, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(program(), "SAVES_STEPS", True)
-    told = []
+    told = RecordedEvents()
     this = ec.elastic.World(
         number=1,
         slices=(0,),
         slice_name="0",
-        emit=lambda name, **fields: told.append((name, fields)),
+        emit=told,
         leaving=lambda step: "resume" if step == 3 else None,
     )
     given = stand_in.arguments(installed, tmp_path, steps=9)
     maxtext.run(given, world=this)
-    assert [fields["step"] for name, fields in told if name == "step"] == [1, 2, 3]
-    assert told[-1] == ("run_stopped", {"step": 3, "saved": True})
+    assert [fields["step"] for fields in told.named("step")] == [1, 2, 3]
+    assert told.events[-1] == ("run_stopped", {"step": 3, "saved": True})
     assert (tmp_path / "checkpoints" / "2").is_dir()
     assert not (tmp_path / "runs" / "first" / "events.jsonl").exists()
 
@@ -231,22 +232,22 @@ def test_a_process_that_joined_no_service_saves_on_sigterm(
     installed, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(program(), "SAVES_STEPS", True)
-    told = []
+    told = RecordedEvents()
 
     def emit(name, **fields):
-        told.append((name, fields))
+        told(name, **fields)
         if (name, fields.get("step")) == ("step", 3):
             os.kill(os.getpid(), signal.SIGTERM)
 
     # A thread learns of the signal while steps go on.
     given = stand_in.arguments(installed, tmp_path, steps=500)
     assert maxtext.run(given, emit=emit)
-    name, fields = told[-1]
+    name, fields = told.events[-1]
     assert (name, fields["saved"]) == ("run_stopped", True)
     assert (tmp_path / "checkpoints" / str(fields["step"] - 1)).is_dir()
     more = stand_in.arguments(installed, tmp_path, steps=fields["step"] + 1)
     assert not maxtext.run(more, emit=emit)
-    assert ("step", fields["step"] + 1) in ((n, each.get("step")) for n, each in told)
+    assert told.named("step")[-1]["step"] == fields["step"] + 1
 
 
 def test_its_evaluation_begins_anew_and_padding_weighs_nothing(installed, run):

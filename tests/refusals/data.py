@@ -119,6 +119,7 @@ def without_pyarrow(directory: pathlib.Path, reader: Any) -> object:
 
 in_batches, in_shards, in_keys = row(batches), row(sharded), row(keys)
 in_files, in_rows, in_media = row(keys, error=DATA), row(rows.Rows), row(media)
+in_jax = row(lambda data: next(batches(data=data)), error=DATA)
 in_stages = row(lambda *described: keys(data_stages=list(described)))
 in_list = row(lambda text: datasets.from_list(text, key="grain_train_files"))
 in_mixture, in_turns = row(mixture, writes=True), row(turns, error=DATA)
@@ -223,13 +224,11 @@ REFUSALS = {
         r"features named \['example_id'\], but batches add .*; rename",
         of_rows(lambda e: {"example_id": e["x"]}),
     ),
-    "text for JAX": row(lambda data: next(batches(data=data)), error=DATA)(
+    "text for JAX": in_jax(
         "feature 'caption' has values such as .*, but JAX arrays can .* only numbers;",
         of_rows(lambda _: {"caption": "text"}),
     ),
-    "a number that JAX would cut": row(
-        lambda data: next(batches(data=data)), error=DATA
-    )(
+    "a number that JAX would cut": in_jax(
         f"feature 'x' has value {-(2**31) - 1}, which is out of range for int32",
         of_rows(lambda e: {"x": e["x"] - 2**31 - 1}),
     ),
@@ -298,9 +297,6 @@ REFUSALS = {
     "packing and Parquet without logical shards": in_keys(
         '^logical shards are required by grain_file_type="parquet", packing=true; set',
         **{"num_logical_shards": 0, "packing": True},
-    ),
-    "training files that match nothing": in_files(
-        "grain_train_files", grain_train_files="/nowhere/nothing*"
     ),
     "training files on a site": in_files(
         "data cannot be read from https://.*; download the files, or copy them",

@@ -127,14 +127,6 @@ REFUSALS = {
     "a small vocabulary": run(
         "vocab_size=258 with a tokenizer of 259 tokens .*; set .* 259", vocab_size=258
     ),
-    "two intervals of backups": run(
-        "as the interval between backups .*; both are set",
-        enable_multi_tier_checkpointing=True,
-        local_checkpoint_directory="/dev/shm",
-        local_checkpoint_period=100,
-        multi_tier_checkpointing_backup_interval_steps=100,
-        multi_tier_checkpointing_backup_interval_minutes=3,
-    ),
     "a RAM directory that cannot be made": run(
         "/proc/x.* cannot be created .*local_checkpoint_directory",
         code=1,

@@ -104,17 +104,6 @@ def on_empty_data(directory):
 
 
 REFUSALS = {
-    "memory that cannot be made": Refusal(
-        starting(
-            enable_multi_tier_checkpointing=True,
-            local_checkpoint_directory="/proc/x",
-            local_checkpoint_period=2,
-            multi_tier_checkpointing_backup_interval_steps=4,
-        ),
-        "the RAM directory /proc/x.* cannot be created .*; set local_check",
-        errors.ElasticCkptError,
-        writes=True,
-    ),
     "no record": Refusal(
         on_empty_data, "have no records; rewrite", errors.DataError, True
     ),
