@@ -1,11 +1,11 @@
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
 from elastic_ckpt.core import background, errors
+from tests.tiers import served
 
 # Far longer than anything here takes, and far shorter than a test that hangs.
 SOON_SECS = 600
@@ -40,18 +40,11 @@ def start():
     yield begin
     for one in started:
         one.close()
-    wait_until(lambda: threads() <= before)
+    served.until(lambda: threads() <= before)
 
 
 def threads():
     return {t for t in threading.enumerate() if t.name == "elastic_ckpt-background"}
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + SOON_SECS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def settle(one):
@@ -88,7 +81,7 @@ def held_up(start):
     settle(one)
     numbers.may_go_on.clear()
     one.take()
-    wait_until(lambda: len(numbers.made) == 4)
+    served.until(lambda: len(numbers.made) == 4)
     return one, numbers
 
 

@@ -12,7 +12,7 @@ from elastic_ckpt.inspect import page, run_files
 from elastic_ckpt.simulation import failures
 from elastic_ckpt.training import configured, load
 from tests import runs
-from tests.refusals import Refusal
+from tests.refusals import Refusal, row
 
 
 @functools.cache
@@ -81,11 +81,8 @@ CLUSTER = [
 ]
 
 
-def trace(says: str, *lines: dict[str, object]) -> Refusal:
-    """The events of a run that is simulated on four slices of two hosts."""
-    return Refusal(lambda _: failures.of_log(lines, slices=4, hosts_per_slice=2), says)
-
-
+# The events of a run that is simulated on four slices of two hosts.
+trace = row(lambda *log: failures.of_log(log, slices=4, hosts_per_slice=2))
 SECRET = ["--secret-file", "DIR/secret"]
 REFUSALS = {
     "run without a name": train("run_name is empty; set it", run_name=""),
@@ -174,5 +171,8 @@ REFUSALS = {
     "slice that is not there": trace(
         "slice_lost event for slice 4, but the .* only slices 0 to 3",
         {"time": 1, "event": "slice_lost", "slice": 4},
+    ),
+    "host that is not there": trace(
+        "host_lost event for host 40", {"time": 0, "event": "host_lost", "host": 40}
     ),
 }

@@ -1,6 +1,7 @@
 """Configurations of runs that cannot be meant."""
 
 import pathlib
+from collections.abc import Sequence
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import host
@@ -12,17 +13,15 @@ from elastic_ckpt.training import (
     schema,
     step_log,
 )
-from tests.refusals import Refusal
+from tests.refusals import Refusal, row
 
 
-def in_file(text: str, says: str, **others: str) -> Refusal:
-    """A mistake in the file `a.yml`, beside others that it may name."""
+def in_file(text: str, says: str, overrides: Sequence[str] = ()) -> Refusal:
+    """A mistake in the file `a.yml`, or in what overrides it."""
 
     def call(directory: pathlib.Path) -> None:
-        for name, content in others.items():
-            (directory / f"{name}.yml").write_text(content)
         (directory / "a.yml").write_text(text)
-        load.load(directory / "a.yml")
+        load.load(directory / "a.yml", overrides)
 
     return Refusal(call, says, writes=True)
 
@@ -34,12 +33,7 @@ def setting(text: str, says: str) -> Refusal:
 
 def override(text: str, says: str) -> Refusal:
     """A mistake on the command line."""
-
-    def call(directory: pathlib.Path) -> None:
-        (directory / "a.yml").write_text("")
-        load.load(directory / "a.yml", [text])
-
-    return Refusal(call, says, writes=True)
+    return in_file("", says, [text])
 
 
 def read(values):
@@ -56,25 +50,14 @@ TIERS = {
 BACKUP_STEPS = "multi_tier_checkpointing_backup_interval_steps"
 
 
-def tiers(says: str, **keys: object) -> Refusal:
-    return Refusal(
-        lambda _: configured.tiers(read(TIERS | keys), persistent="/steps"), says
-    )
-
-
+tiers = row(lambda **keys: configured.tiers(read(TIERS | keys), persistent="/steps"))
 MACHINES = {
     **{"hosts": 4, "slices": 4, "global_batch_size": 24},
     **{"elastic_enabled": True, "elastic_machines": 2, "elastic_machine": 0},
 }
-
-
-def machines(says: str, **keys: object) -> Refusal:
-    return Refusal(lambda _: launch.place(read(MACHINES | keys), {}), says)
-
-
-def local(says: str, **keys: object) -> Refusal:
-    """Hosts that the local launcher cannot start."""
-    return Refusal(lambda _: configured.check_local(read(keys)), says)
+machines = row(lambda **keys: launch.place(read(MACHINES | keys), {}))
+# Hosts that the local launcher cannot start.
+local = row(lambda **keys: configured.check_local(read(keys)))
 
 
 def objects(config):
@@ -107,15 +90,14 @@ HEADER = (
 STEP = f'{{"step":0,"row":0,"digest":"{"00" * 16}",'
 
 
-def log(text: str, says: str) -> Refusal:
-    """A file that is no step log."""
+def read_log(directory: pathlib.Path, text: str) -> None:
+    (directory / "step_log").mkdir()
+    (directory / "step_log/attempt-00001.jsonl").write_text(text)
+    step_log.read(directory)
 
-    def call(directory: pathlib.Path) -> None:
-        (directory / "step_log").mkdir()
-        (directory / "step_log/attempt-00001.jsonl").write_text(text)
-        step_log.read(directory)
 
-    return Refusal(call, says, errors.DataError, writes=True)
+# Files that are no step logs.
+log = row(read_log, error=errors.DataError, writes=True)
 
 
 REFUSALS = {
@@ -248,16 +230,16 @@ REFUSALS = {
         grain_train_files="DIR/texts.parquet",
         text_directory="python-stdlib",
     ),
-    "later step log": log('{"version":2}\n', "has version 2, but this program reads"),
-    "batch of nothing": log(HEADER + STEP + '"rows":0}\n', "a batch of 0 rows"),
+    "later step log": log("has version 2, but this program reads", '{"version":2}\n'),
+    "batch of nothing": log("a batch of 0 rows", HEADER + STEP + '"rows":0}\n'),
     "batch beyond all memory": log(
-        HEADER + STEP + '"rows":99999999999}\n', "a batch of 99999999999 rows"
+        "a batch of 99999999999 rows", HEADER + STEP + '"rows":99999999999}\n'
     ),
     "step log without rows": log(
-        HEADER + STEP[:-1] + "}\n", "not a step log.*missing required field `rows`"
+        "not a step log.*missing required field `rows`", HEADER + STEP[:-1] + "}\n"
     ),
     "digest of other bytes": log(
-        HEADER + STEP.replace('"00', '"') + '"rows":9}\n', "not a step log.*digest 00"
+        "not a step log.*digest 00", HEADER + STEP.replace('"00', '"') + '"rows":9}\n'
     ),
     "directory without a step log": Refusal(
         step_log.read, "contains no step log; pass a run directory", errors.DataError

@@ -8,6 +8,7 @@ from elastic_ckpt_sidecar import RemoteIterator
 from elastic_ckpt.core import topology
 from tests import formats, iterator_contract
 from tests.sidecar import held_pipeline, simulated_hosts
+from tests.tiers import served
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +41,7 @@ def valve(threads):
     yield held_pipeline.VALVE
     held_pipeline.VALVE.open()
     # No thread is left, to read in the next test.
-    held_pipeline.wait_until(lambda: threads() <= before)
+    served.until(lambda: threads() <= before)
 
 
 @pytest.fixture

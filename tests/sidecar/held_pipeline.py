@@ -12,6 +12,7 @@ import numpy as np
 
 from elastic_ckpt.data import sharded_data
 from tests import pipelines
+from tests.tiers import served
 
 NUM_SHARDS = 8
 SOON_SECS = 600
@@ -69,16 +70,9 @@ def number(batch):
     return number
 
 
-def wait_until(is_so):
-    deadline = time.monotonic() + SOON_SECS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def settled(is_so, *, secs=0.05):
     """Whether it comes to be so, and stays so for a while."""
-    wait_until(is_so)
+    served.until(is_so)
     until = time.monotonic() + secs
     while is_so() and time.monotonic() < until:
         time.sleep(0.01)

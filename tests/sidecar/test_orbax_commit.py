@@ -8,6 +8,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.data import cursors
 from tests.sidecar import held_pipeline
+from tests.tiers import served
 
 RENAME = ocp.options.AtomicityMode.ATOMIC_RENAME
 COMMIT_FILE = ocp.options.AtomicityMode.COMMIT_FILE
@@ -39,7 +40,7 @@ def test_the_commit_waits_for_a_host_that_writes_late(
         # The training goes on.
         assert [held_pipeline.number(next(batches)) for _ in range(3)] == [1, 2, 3]
         # Orbax has had the time to write weights of 16 bytes.
-        held_pipeline.wait_until(lambda: list(tmp_path.glob("steps/1*/state*/d/*")))
+        served.until(lambda: list(tmp_path.glob("steps/1*/state*/d/*")))
         # If Orbax renames, there is no directory yet; otherwise there is no marker.
         assert step.exists() == (mode is COMMIT_FILE)
         assert not (step / MARKER).exists()

@@ -15,7 +15,8 @@ from elastic_ckpt.core import background, errors, metrics, topology
 from elastic_ckpt.data import iterator, prefetch, state
 from tests import ctrl_c, iterator_contract
 from tests.sidecar import held_pipeline
-from tests.sidecar.held_pipeline import number, settled, wait_until
+from tests.sidecar.held_pipeline import number, settled
+from tests.tiers import served
 
 SIZE = held_pipeline.NUM_SHARDS
 
@@ -86,7 +87,7 @@ def test_a_change_of_size_that_is_refused_leaves_the_position(
     batches = batches_of(remote)
     for step in range(2):
         if step % 2:
-            wait_until(lambda: batches._hosts.num_ready() == worker.HEAD_AHEAD)
+            served.until(lambda: batches._hosts.num_ready() == worker.HEAD_AHEAD)
         with pytest.raises(errors.ConfigError, match="has logical shards"):
             batches.resize(16)
         assert number(next(batches)) == step
@@ -134,7 +135,7 @@ def test_garbage_ends_its_threads_whatever_is_under_way(valve, threads):
         batches.itself = batches
         del batches
     gc.collect()
-    wait_until(lambda: threads() <= before)
+    served.until(lambda: threads() <= before)
 
 
 def test_a_host_that_is_late_is_named_with_its_wait(remote, valve, caplog):

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.simulation import failures, simulated_cluster
 from elastic_ckpt.simulation.failures import Failure
@@ -165,9 +164,3 @@ def test_a_change_after_the_last_step_trains_no_further_one():
     for at_secs in range(90, 120):
         events = ((35.5, "slice_lost", 1), (float(at_secs), "slice_returned", 1))
         assert simulate(plan(steps=60), *events).steps == 60
-
-
-def test_hosts_that_the_cluster_has_not_are_refused():
-    log = [{"time": 0.0, "event": "host_lost", "host": 40}]
-    with pytest.raises(errors.ConfigError, match="host_lost event for host 40"):
-        failures.of_log(log, slices=4, hosts_per_slice=2)

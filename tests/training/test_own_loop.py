@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.core import errors, jsonlog, process, storage
+from elastic_ckpt.core import errors, events, jsonlog, process, storage
 from elastic_ckpt.elastic.world import BetweenWorlds, World
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.persistent.claims import Claimant
 from elastic_ckpt.training import step_log
 from tests import corpora, runs
+from tests.recorded_events import RecordedEvents
 
 
 def train(directory, data, *, devices, batch_size, until, steps=12):
@@ -120,24 +121,21 @@ class Recording:
     """A run in a directory, of batches of four rows, and the events that it shows."""
 
     def __init__(self, directory, data):
-        self.directory, self.told = directory, []
+        self.directory, self.emit = directory, RecordedEvents()
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
         self.batches = ec.batches(data, mesh=mesh, global_batch_size=4)
 
     def run(self, **options):
         tiers = [ec.Persistent(self.directory / "saved", every=1)]
-        given = {"tiers": tiers, "emit": self._emit, **options}
+        given = {"tiers": tiers, "emit": self.emit, **options}
         return ec.RunDirectory(self.directory / "run", **given)
 
     def log(self, run, *steps, **values):
         for step in steps:
             run.log(step, next(self.batches), **values)
 
-    def _emit(self, name, **fields):
-        self.told.append((name, fields))
-
     def values(self, key):
-        return [(name, fields.get(key)) for name, fields in self.told]
+        return [(name, fields.get(key)) for name, fields in self.emit.events]
 
     def records(self):
         (attempt,) = step_log.read(self.directory / "run")
@@ -209,7 +207,7 @@ def test_a_step_that_was_not_logged_is_not_saved(recording, monkeypatch, method)
         for _ in range(2):
             with contextlib.suppress(OSError):
                 run.emit("save_started", step=1)
-    told = [name for name, _ in recording.told]
+    told = [name for name, _ in recording.emit.events]
     assert "save_started" not in told
     # The audit of a start that was told expects its attempt.
     assert ("run_started" in told) == (method == "write")
@@ -231,7 +229,8 @@ def test_a_run_that_stops_is_saved_if_its_last_step_is_committed(
     with recording.run(steps=9) as run:
         recording.log(run, 1, 2, 3)
         for name in events_of_save:
-            run.emit(name, step=3, secs=0.0)
+            fields = dict.fromkeys(events.NAMES[name].fields, 0)
+            run.emit(name, **fields | {"step": 3})
         recording.log(run, *retrained)
     assert recording.values("saved")[-1] == ("run_stopped", is_saved)
 
@@ -254,7 +253,7 @@ def test_the_metrics_of_a_step_may_come_later_and_after_it_is_saved(recording):
         # The data has ended before the last step.
         ("run_finished", None),
     ]
-    _, step = recording.told[2]
+    _, step = recording.emit.events[2]
     # What was known of the step is kept.
     assert (step["tokens"], step["learning_rate"]) == (128, 0.25)
 
@@ -266,7 +265,7 @@ def test_worlds_of_several_machines_need_no_lock_and_of_one_machine_they_do(reco
         world = World(number=2, slices=(0,), slice_name="0", _between=between)
         with recording.run(world=world) as run:
             recording.log(run, 1)
-        return [name for name, _ in recording.told]
+        return [name for name, _ in recording.emit.events]
 
     # A host that stands still may hold it for ever.
     with storage.exclusive_lock(recording.directory / "run" / run_files.LOCK):
