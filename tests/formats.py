@@ -198,12 +198,7 @@ def data(parts, name, *, num_epochs=None, **more) -> sharded_data.ShardedData:
 
 
 def of_stage(
-    parts,
-    *,
-    length=LENGTH,
-    packing="concat_then_split",
-    weights=WEIGHTS,
-    epochs=None,
+    parts, *, length=LENGTH, packing="concat_then_split", weights=WEIGHTS, epochs=None
 ) -> sharded_data.ShardedData:
     """The data of a stage, as `from_config` makes it."""
     made = pipeline.LanguagePipeline(

@@ -4,13 +4,7 @@ import contextlib
 import math
 
 from elastic_ckpt.core import events
-from elastic_ckpt.elastic import (
-    cluster,
-    decision,
-    process_cluster,
-    station,
-    watch,
-)
+from elastic_ckpt.elastic import cluster, decision, process_cluster, station, watch
 from elastic_ckpt.elastic.host import Hardware
 
 

@@ -29,10 +29,7 @@ def by(virtual):
 def made_by(threads):
     """All calls beside the caller are made by these threads."""
     return mock.patch.multiple(
-        background,
-        in_thread=threads.in_thread,
-        pool=threads.pool,
-        wait=threads.wait,
+        background, in_thread=threads.in_thread, pool=threads.pool, wait=threads.wait
     )
 
 

@@ -36,8 +36,7 @@ class World:
         self._row_hosts = row_hosts
         placements = [
             rows.Placement(
-                global_batch_size=size,
-                held=np.flatnonzero(row_hosts == host),
+                global_batch_size=size, held=np.flatnonzero(row_hosts == host)
             )
             for host in range(num_hosts)
         ]

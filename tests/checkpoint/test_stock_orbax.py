@@ -66,9 +66,7 @@ def test_orbax_loads_the_bits_on_other_meshes(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "shape"),
-    [("in place", (2, 4)), ("renamed", (1, 1))],
-    indirect=["kind"],
+    ("kind", "shape"), [("in place", (2, 4)), ("renamed", (1, 1))], indirect=["kind"]
 )
 def test_orbax_loads_the_bits_where_nothing_of_ours_is_installed(kind, shape, tmp_path):
     set_up_environment()

@@ -24,7 +24,7 @@ def save(root, rows, *, step=3):
     contents = manifest.Contents(
         leaves=(
             manifest.Leaf(path="state/w", shape=(4, 8), dtype="float32", chunk=(1, 8)),
-        ),
+        )
     )
     with contextlib.closing(
         local.LocalHost(disk, slot=0, domains={}, number=0)

@@ -41,10 +41,7 @@ def saved(tmp_path_factory):
 def save_two_steps(directory):
     with opened(directory) as checkpointer:
         for step in (1, 2):
-            checkpointables = {
-                "state": state(step),
-                "schedule": schedule(),
-            }
+            checkpointables = {"state": state(step), "schedule": schedule()}
             assert checkpointer.save_checkpointables(step, checkpointables)
     return directory
 
@@ -93,10 +90,7 @@ def test_numbers_are_edited_and_all_else_is_as_it_was(steps):
 
 
 REFUSED = [
-    (
-        ["--tree", "schedule", "--set", "lr=1"],
-        "has no pytree 'schedule'",
-    ),
+    (["--tree", "schedule", "--set", "lr=1"], "has no pytree 'schedule'"),
     (["--set", "step=1.5"], "cannot become 1.5"),
     (["--set", "nothing=1"], "paths of its numeric values: "),
     (["--set", "w=1"], "no numeric value at 'state/w'"),

@@ -72,9 +72,7 @@ def test_each_host_waits_for_those_of_its_branch_that_come_before(order):
 
 def test_a_host_that_is_missing_is_named_on_all_hosts():
     results, _ = on_hosts(
-        4,
-        lambda own: own.gather("kind", own.host, timeout_secs=0.01),
-        hosts=[0, 1, 3],
+        4, lambda own: own.gather("kind", own.host, timeout_secs=0.01), hosts=[0, 1, 3]
     )
     assert {type(each) for each in results} == {errors.RunError}
     assert all(" (kind) from these hosts: 2;" in str(each) for each in results)

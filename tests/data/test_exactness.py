@@ -20,13 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.data import (
-    example_id,
-    mixing,
-    records,
-    sharded_data,
-    stages,
-)
+from elastic_ckpt.data import example_id, mixing, records, sharded_data, stages
 from elastic_ckpt.data.lm import documents as lm_documents
 from elastic_ckpt.data.lm import rows
 from tests import formats, pipelines, source_contract, worlds

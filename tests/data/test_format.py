@@ -9,14 +9,7 @@ import jsonschema
 import pytest
 
 from elastic_ckpt import data as data_room
-from elastic_ckpt.data import (
-    cursors,
-    data_keys,
-    lm,
-    records,
-    sharded_data,
-    state,
-)
+from elastic_ckpt.data import cursors, data_keys, lm, records, sharded_data, state
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.data.sources import tfrecord
 from tests import formats, tfrecord_files, worlds

@@ -11,14 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import allgather, errors, topology
-from elastic_ckpt.data import (
-    cursors,
-    delivery,
-    iterator,
-    sharded_data,
-    stages,
-    state,
-)
+from elastic_ckpt.data import cursors, delivery, iterator, sharded_data, stages, state
 from tests import iterator_contract, pipelines, worlds
 from tests.core import thread_store
 

@@ -70,8 +70,7 @@ def test_the_loop_goes_back_to_storage_by_the_lines_of_the_guide(tmp_path):
     for line in (step_done, storage_alone):
         assert loop.count(line) == 1
     loop = loop.replace(
-        step_done,
-        step_done + spoilt + going_back.replace(going_on, shown),
+        step_done, step_done + spoilt + going_back.replace(going_on, shown)
     ).replace(storage_alone, f'[ec.Local("ram", every=1), *{storage_alone}]')
     printed = pages.run(f"{data}bad = [12]\n{model}{loop}", tmp_path)
     assert printed.splitlines() == ["from step 0", "from step 10", "back to step 5"]

@@ -162,15 +162,7 @@ class MaxText:
         self._done = {}
 
     def run(
-        self,
-        case,
-        name,
-        *,
-        steps,
-        num_hosts,
-        program="ours",
-        codes=None,
-        **settings,
+        self, case, name, *, steps, num_hosts, program="ours", codes=None, **settings
     ):
         """A run to a number of steps; the directory of its logs and batches."""
         ours = {} if program == "stock" else OURS
@@ -179,10 +171,7 @@ class MaxText:
         settings = {"steps": steps, **ours, **rows, **settings}
         written = self.arguments(case, name, **settings)
         lines = self._hosts.run(
-            num_hosts=num_hosts,
-            directory=logs,
-            program=program,
-            arguments=written,
+            num_hosts=num_hosts, directory=logs, program=program, arguments=written
         )
         wanted = codes or [0] * num_hosts
         assert lines == wanted, (logs / "0.log").read_text()[-5000:]

@@ -44,15 +44,7 @@ from elastic_ckpt.checkpoint.host import capture, trees
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.checkpoint.run_world import RunWorld
-from elastic_ckpt.core import (
-    allgather,
-    boxes,
-    calls,
-    codec,
-    errors,
-    process,
-    storage,
-)
+from elastic_ckpt.core import allgather, boxes, calls, codec, errors, process, storage
 from elastic_ckpt.core.allgather import HostTree
 from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import choices, source

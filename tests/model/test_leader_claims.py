@@ -219,10 +219,7 @@ def test_a_crash_within_any_change_of_a_claim_leaves_one_that_can_be_taken(tmp_p
                 if next(left, None) is None:
                     raise simulated_world.Crash
 
-            with (
-                contextlib.suppress(simulated_world.Crash),
-                seams.watched(crash),
-            ):
+            with contextlib.suppress(simulated_world.Crash), seams.watched(crash):
                 turn(first, virtual)
             lapse(second, virtual)
             assert take(second)

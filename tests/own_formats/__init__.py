@@ -23,12 +23,7 @@ from elastic_ckpt.core import checked_json, errors, process
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps.manifest import Contents, read_manifest
 from elastic_ckpt.steps.step import Line, StepId
-from elastic_ckpt.tiers.persistent import (
-    claims,
-    orbax_view,
-    persistent_root,
-    records,
-)
+from elastic_ckpt.tiers.persistent import claims, orbax_view, persistent_root, records
 from elastic_ckpt.tiers.persistent import run_files as beside_steps
 from tests.tiers import saved_worlds
 

@@ -41,11 +41,7 @@ def _points():
     from elastic_ckpt.data import iterator
 
     return {
-        "before_the_state_is_taken": (
-            iterator.HostIterator,
-            "take",
-            {"before": True},
-        ),
+        "before_the_state_is_taken": (iterator.HostIterator, "take", {"before": True}),
         "with_the_cursors_half_written": (
             os,
             "replace",

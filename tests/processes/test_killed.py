@@ -18,13 +18,7 @@ from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.training import schema
 from tests import documents, host_worlds, runs
-from tests.processes import (
-    claims,
-    great_runs,
-    killed_tiers,
-    killed_world,
-    tier_worlds,
-)
+from tests.processes import claims, great_runs, killed_tiers, killed_world, tier_worlds
 from tests.recorded_events import RecordedEvents
 
 # Of each life: the point and its occurrence, who is killed, and the steps that are

@@ -16,13 +16,7 @@ from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers.persistent import claims as world_claims
 from elastic_ckpt.training import audit, step_log
 from tests import corpora, process_tree, runs, shared_memory
-from tests.processes import (
-    claims,
-    great_runs,
-    networks,
-    own_training,
-    supervisors,
-)
+from tests.processes import claims, great_runs, networks, own_training, supervisors
 
 
 def lead_in_turn(run):
@@ -61,11 +55,7 @@ def supervised(run, network=None):
 
 @pytest.mark.slow
 class TestMachines(claims.Claims):
-    scenario = great_runs.Scenario(
-        drive=lead_in_turn,
-        tells=[],
-        verdicts=[],
-    )
+    scenario = great_runs.Scenario(drive=lead_in_turn, tells=[], verdicts=[])
 
     def test_events_tell_each_fault_and_nothing_else(self, run):
         first, second = run.machines
@@ -245,10 +235,7 @@ def test_a_training_function_of_a_user_outlives_its_leader(tmp_path, monkeypatch
     texts = [{"text": f"text {n} " * (1 + n % 4)} for n in range(100)]
     file = corpora.write_arrayrecord(tmp_path / "texts.array_record", texts)
     monkeypatch.setenv(own_training.FILES, str(file))
-    with (
-        shared_memory.directory("own") as ram,
-        Programs(tmp_path, ram) as programs,
-    ):
+    with shared_memory.directory("own") as ram, Programs(tmp_path, ram) as programs:
         programs.train_on([0, 1])
         programs.kill(programs.leader())
         (left,) = programs.started

@@ -5,14 +5,7 @@ from collections.abc import Sequence
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import host
-from elastic_ckpt.training import (
-    callbacks,
-    configured,
-    launch,
-    load,
-    schema,
-    step_log,
-)
+from elastic_ckpt.training import callbacks, configured, launch, load, schema, step_log
 from tests.refusals import Refusal, row
 
 

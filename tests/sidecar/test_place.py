@@ -22,9 +22,7 @@ def mesh_of(*hosts):
     return types.SimpleNamespace(devices=devices)
 
 
-def test_a_single_controller_has_the_devices_of_other_hosts_or_is_pathways(
-    monkeypatch,
-):
+def test_a_single_controller_has_the_devices_of_other_hosts_or_is_pathways(monkeypatch):
     for num_hosts, hosts, is_single in (
         (1, (0, 0), False),
         (2, (0, 1), False),

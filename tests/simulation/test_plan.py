@@ -5,11 +5,7 @@ from elastic_ckpt.simulation import plan
 
 
 def line(cause, total, count=1):
-    return {
-        "metric": metrics.GOODPUT_SECS[cause].name,
-        "sum": total,
-        "count": count,
-    }
+    return {"metric": metrics.GOODPUT_SECS[cause].name, "sum": total, "count": count}
 
 
 def test_costs_of_a_run_are_the_means_of_its_worlds_and_steps():

@@ -61,11 +61,7 @@ IMPOSSIBLE = {
         {"holders": []},
         {"holders": None},
     ],
-    "fields": [
-        {"run": 3},
-        {"step_id": [1]},
-        {"step_id": ["1", "2"]},
-    ],
+    "fields": [{"run": 3}, {"step_id": [1]}, {"step_id": ["1", "2"]}],
     "leaves": [
         {"contents": {"leaves": [each, *more]}}
         for each, *more in [

@@ -119,10 +119,7 @@ def test_rows_have_every_token_and_its_next_one_once(sizes, chosen):
 
 @pytest.mark.parametrize(
     ("packing", "expected"),
-    [
-        (rows.FIRST_FIT, [[5, 3, 2], [7], [9]]),
-        (rows.BEST_FIT, [[5, 2], [7, 3], [9]]),
-    ],
+    [(rows.FIRST_FIT, [[5, 3, 2], [7], [9]]), (rows.BEST_FIT, [[5, 2], [7, 3], [9]])],
 )
 def test_a_piece_goes_into_the_first_row_with_room_or_the_fullest(packing, expected):
     is_best = packing == rows.BEST_FIT

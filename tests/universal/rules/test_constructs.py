@@ -61,8 +61,7 @@ CASES = {
     ),
     "repeated heads": (
         layout_of_one(
-            {"k": "(kv d) e"},
-            {"k": {"dims": "e (kv rep d)", "replicated": ["rep"]}},
+            {"k": "(kv d) e"}, {"k": {"dims": "e (kv rep d)", "replicated": ["rep"]}}
         ).with_sizes({"rep": 4, "kv": 2}),
         {"k": KEY},
         {"k": REPEATED.reshape(5, -1)},
