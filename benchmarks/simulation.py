@@ -31,7 +31,7 @@ _NUM_EVENTS = sized(24, 4)
 # 10,000 hosts, 100 slices, two of them spares.
 _LARGE = (
     *("hosts=10000", "slices=100", "elastic_max_slice_count=98"),
-    *("global_batch_size=0", "per_device_batch_size=3", "num_logical_shards=0"),
+    *("global_batch_size=0", "per_device_batch_size=3", "max_shard_reads=10000"),
     *("--state-gib", "1000", "--cost", "step_secs=10", "--json"),
 )
 _PERIOD = "local_checkpoint_period=5"

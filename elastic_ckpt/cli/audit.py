@@ -74,10 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(outcome: audit.Audit) -> str:
     """The outcome in words."""
     hosts = " -> ".join(map(str, outcome.hosts))
-    epochs = f", {outcome.num_epochs:.2f} epochs" if outcome.num_epochs else ""
     problem = outcome.first_difference or outcome.missing_checkpoint
     lines = {
-        f"{outcome.num_steps} steps took {outcome.num_examples:,} rows{epochs}; hosts:"
+        f"{outcome.num_steps} steps took {outcome.num_examples:,} rows; hosts:"
         f" {hosts}": True,
         f"lost: {outcome.num_lost} rows; repeated: {outcome.num_repeated}": True,
         f"batches of the one-host run: {outcome.num_identical_steps} of"
@@ -125,9 +124,8 @@ def _document_of(asked: str) -> tuple[str, int]:
 def _lines_of_found(found: provenance.Found) -> Iterator[str]:
     tokens = found.document_tokens
     size = "" if tokens is None else f", {tokens:,} tokens"
-    shard = "" if found.shard is None else f", logical shard {found.shard}"
     yield (
-        f"{_document(found)}, epoch {found.epoch}{shard}{size}:"
+        f"{_document(found)}, epoch {found.epoch}, logical shard {found.shard}{size}:"
         f" {_OUTCOMES[found.outcome]}"
     )
     for use in found.uses:

@@ -110,12 +110,11 @@ class DataKeys:
         " directory last.",
     )
     num_logical_shards: int = key(
-        0,
+        48,
         "Number of logical shards, fixed for the whole run. Any number of hosts that"
         " divides it reads each shard only once; `elastic-ckpt plan` lists these host"
-        " counts. 0 selects the positional engine: ArrayRecord files, one example per"
-        " record, no packing, read by Grain's ElasticIterator.",
-        at_least=0,
+        " counts.",
+        at_least=1,
     )
     num_epoch: int = key(
         0,
@@ -214,16 +213,6 @@ class DataKeys:
         True, "Shuffle the records, in a different order in each epoch."
     )
     data_shuffle_seed: int = key(0, "Seed of the shuffle.", at_least=0)
-    grain_num_threads: int = key(
-        4,
-        "Threads on each host that read records (positional engine only).",
-        at_least=0,
-    )
-    grain_prefetch_buffer_size: int = key(
-        4,
-        "Batches that the threads of the positional engine read in advance.",
-        at_least=1,
-    )
     max_shard_reads: float = key(
         1.5,
         "Maximum number of hosts that read a logical shard, averaged over the shards."

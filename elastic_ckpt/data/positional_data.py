@@ -18,16 +18,7 @@ import grain
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import (
-    cursors,
-    data_keys,
-    elastic_data,
-    rows,
-    shard_rows,
-    state,
-    tokens,
-)
-from elastic_ckpt.data.sources import arrayrecord, files, source
+from elastic_ckpt.data import cursors, elastic_data, rows, shard_rows, state
 
 Example = dict[str, np.ndarray]
 
@@ -186,62 +177,3 @@ def _row(
     if is_padding:
         element = {n: shard_rows.zeros_like(each) for n, each in element.items()}
     return {name: shard_rows.array_of(each) for name, each in element.items()}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextData(PositionalData):
-    """The documents in ArrayRecord files, one per example.
-
-    Attributes:
-      files: the paths or URIs of the files.
-      num_records: the number of records in all files, which is one epoch.
-      order: the record number of each example, counted over all files.
-    """
-
-    files: tuple[str, ...]
-    num_records: int
-    order: grain.MapDataset = dataclasses.field(compare=False)
-
-
-def from_config(data: data_keys.DataKeys) -> TextData:
-    """Creates the data that a configuration describes.
-
-    An example has `inputs` and `targets`, int32 `[L]` with 0 for padding.
-
-    Raises:
-      DataError: if files are missing.
-    """
-    paths = files.find_files(data.grain_train_files)
-    texts = arrayrecord.ArrayRecord(files=paths)
-    identity = source.identity(texts)
-    num_records = source.num_records(texts)
-    order = grain.MapDataset.range(num_records)
-    if data.enable_data_shuffling:
-        order = order.seed(data.data_shuffle_seed).shuffle()
-    order = order.repeat(data.num_epoch or None)
-    return TextData(
-        dataset=order.map(functools.partial(_example, paths, data.max_target_length)),
-        pipeline={
-            "grain_train_files": identity["files"],
-            "max_target_length": data.max_target_length,
-            "tokenizer": "bytes",
-            "enable_data_shuffling": data.enable_data_shuffling,
-            "data_shuffle_seed": data.data_shuffle_seed,
-            "num_epoch": data.num_epoch,
-        },
-        read_options=grain.ReadOptions(
-            num_threads=data.grain_num_threads,
-            prefetch_buffer_size=(
-                data.grain_prefetch_buffer_size if data.grain_num_threads else 0
-            ),
-        ),
-        files=paths,
-        num_records=num_records,
-        order=order,
-    )
-
-
-def _example(paths: tuple[str, ...], length: int, number: int) -> Example:
-    # Takes only the paths, because the arguments are pickled and sent to hosts.
-    text_tokens = tokens.encode(arrayrecord.record(paths, number), length + 1)
-    return {"inputs": text_tokens[:-1], "targets": text_tokens[1:]}

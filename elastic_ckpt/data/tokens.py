@@ -77,15 +77,3 @@ def in_column(element: dict[str, Any], column: str) -> Any:
 def of_bytes(content: bytes) -> np.ndarray:
     """The token of each byte, int32."""
     return np.frombuffer(content, np.uint8) + np.int32(_NUM_SPECIAL)
-
-
-def encode(text: bytes, length: int) -> np.ndarray:
-    """BEGIN, the bytes of `text`, END; truncated or padded to `length` tokens.
-
-    Returns:
-      int32 of shape `[length]`.
-    """
-    kept = text[:length]
-    tokens, end = np.full(length + 2, PAD, np.int32), len(kept) + 1
-    tokens[0], tokens[1:end], tokens[end] = BEGIN, of_bytes(kept), END
-    return tokens[:length]

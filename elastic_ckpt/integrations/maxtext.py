@@ -239,7 +239,6 @@ class Run:
             rows = config.global_batch_size_to_load_eval
             data = pipeline.eval_from_config(
                 maxtext_keys.data_keys(config, self._ours, evaluation=True),
-                global_batch_size=rows,
                 vocab_size=vocab_size,
             )
             batches = self._batches(data, mesh, rows=rows)

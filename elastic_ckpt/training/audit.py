@@ -29,7 +29,6 @@ from elastic_ckpt.data import (
     data_keys,
     elastic_data,
     example_id,
-    positional_data,
     rows,
     stages,
 )
@@ -50,8 +49,6 @@ class Audit:
     Attributes:
       num_steps: steps in the run's lineage.
       num_examples: rows of these steps, excluding padding.
-      num_epochs: passes over the data, including a partial last pass; None if examples
-        are not records.
       num_lost: rows before the last step that no step used and the run did not skip.
       num_repeated: rows that steps used again.
       num_identical_steps: steps with the same batch as in the one-host run.
@@ -66,7 +63,6 @@ class Audit:
 
     num_steps: int
     num_examples: int
-    num_epochs: float | None
     num_lost: int
     num_repeated: int
     num_identical_steps: int
@@ -243,12 +239,9 @@ def audit(
                 f", which lost its end: checkpoint {num_saved_steps} was saved later"
             )
     first_difference = differences[min(differences)] if differences else ""
-    last = data_of(lineage[max(lineage)]) if lineage else None
-    of_epoch = last.num_records if isinstance(last, positional_data.TextData) else 0
     return Audit(
         num_steps=num_steps,
         num_examples=num_examples,
-        num_epochs=num_examples / of_epoch if of_epoch else None,
         num_lost=num_lost,
         num_repeated=num_repeated,
         num_identical_steps=num_identical,

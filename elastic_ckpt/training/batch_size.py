@@ -35,8 +35,7 @@ def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
             (begin, global_batch_size(section, world))
             for begin, section in data_keys.stages(data)
         ]
-    if data.num_logical_shards:
-        _check_shard_reads(data, world, [size for _, size in stages])
+    _check_shard_reads(data, world, [size for _, size in stages])
     return tuple(stages)
 
 

@@ -6,9 +6,6 @@ run skipped. The sizes of earlier batches determine the logical shard of each ro
 (`data.provenance`) from the start or from the last data state saved before them. Which
 shard reads a record, and when, can be computed without reading data, so a search reads
 only one shard per epoch.
-
-The text of positional data is not read: each row is one record, whose index follows
-from the order of the data.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from etils import epath
@@ -30,7 +27,6 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     cursors,
     elastic_data,
-    positional_data,
     provenance,
     records,
     rows,
@@ -38,7 +34,6 @@ from elastic_ckpt.data import (
     stages,
     state,
 )
-from elastic_ckpt.data.sources import arrayrecord
 from elastic_ckpt.training import audit, step_log
 from elastic_ckpt.training.step_log import StepRecord
 
@@ -88,7 +83,7 @@ class Found:
       file: the path or URI of the file.
       record: the record's index in the file, from 0.
       epoch: the epoch, from 0.
-      shard: the logical shard that reads the record; None if the data has no shards.
+      shard: the logical shard that reads the record.
       outcome: `used` by steps; `left_out`, skipped with other rows after a rollback;
         `too_short` for an example; `filtered` by the pipeline; `corrupt` and skipped;
         `read_ahead` into a block, a shuffle window or an incomplete row, but in no step
@@ -101,7 +96,7 @@ class Found:
     file: str
     record: int
     epoch: int
-    shard: int | None
+    shard: int
     outcome: Outcome
     document_tokens: int | None
     uses: tuple[Use, ...]
@@ -199,10 +194,6 @@ class Provenance:
         Raises:
           DataError: if there is no such record or it cannot be followed.
         """
-        data = self._data[-1]
-        if isinstance(data, positional_data.TextData):
-            yield from self._find_text(data, file, record)
-            return
         for name, number, dataset in self._named(file):
             num_unused = 0
             for occurrence in records.occurrences(dataset, number, record):
@@ -247,26 +238,14 @@ class Provenance:
 
     def _documents(self, number: int) -> tuple[tuple[provenance.Piece, ...], ...]:
         # The documents in each row of a batch.
-        batch, data = self._batches[number], self._data[number]
-        found: list[tuple[provenance.Piece, ...]] = [()] * batch.rows
-        if isinstance(data, positional_data.TextData):
-            texts = _texts(data)
-            order: Any = data.order
-            for place in range(batch.row, min(batch.stop, len(order))):
-                of_epochs = place // data.num_records * data.num_records
-                file, record, epoch = records.origin(texts, of_epochs + order[place])
-                piece = provenance.Piece(
-                    dataset="", file=file, record=record, epoch=epoch
-                )
-                found[place - batch.row] = (piece,)
-        else:
-            start = next(saved for saved in self._saved if saved[0] <= number)
-            for shard in {*self._shards(number).tolist()}:
-                with self._opened(shard, *start) as followed:
-                    through = range(start[0], number + 1)
-                    for at, row, pieces in self._rows(followed, shard, through):
-                        if at == number:
-                            found[row] = tuple(pieces or ())
+        found: list[tuple[provenance.Piece, ...]] = [()] * self._batches[number].rows
+        start = next(saved for saved in self._saved if saved[0] <= number)
+        for shard in {*self._shards(number).tolist()}:
+            with self._opened(shard, *start) as followed:
+                through = range(start[0], number + 1)
+                for at, row, pieces in self._rows(followed, shard, through):
+                    if at == number:
+                        found[row] = tuple(pieces or ())
         return tuple(found)
 
     def _shards(self, number: int) -> np.ndarray:
@@ -311,29 +290,6 @@ class Provenance:
         later = range(number, len(self._batches))
         first = next((n for n in later if shard in self._shards(n)), number)
         return self._data[first]
-
-    def _find_text(
-        self, data: positional_data.TextData, file: str, record: int
-    ) -> Iterator[Found]:
-        ((_, at),) = _located({"": data.files}, file)
-        wanted = next(records.occurrences(_texts(data), at, record)).number
-        end = self._batches[-1].stop
-        stop = -(-end // data.num_records) * data.num_records
-        for place in range(min(stop, len(data.order))):
-            if data.order[place] != wanted:
-                continue
-            batch = next(b for b in reversed(self._batches) if b.row <= place)
-            uses = self._uses(batch, place - batch.row) if place < end else []
-            yield Found(
-                dataset="",
-                file=data.files[at],
-                record=record,
-                epoch=place // data.num_records,
-                shard=None,
-                outcome=_outcome(uses) if place < end else "not_yet_used",
-                document_tokens=None,
-                uses=tuple(uses),
-            )
 
     def _uses(
         self, batch: StepRecord, row: int = 0, piece: provenance.Piece | None = None
@@ -447,13 +403,6 @@ def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
             " ec.data.sharded or ec.data.from_config"
         )
     return data
-
-
-def _texts(data: positional_data.TextData) -> records.Records:
-    # The records in file order.
-    return records.Records(
-        arrayrecord.ArrayRecord(files=data.files), shard=0, num_shards=1
-    )
 
 
 def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, int]]:

@@ -495,9 +495,7 @@ def assembled(config: schema.Config, world: World) -> Trainer:
         parts.callback(batches.close)
         if data.eval_interval:
             rows = batch_size.global_batch_size(data, place)
-            of_eval = pipeline.eval_from_config(
-                data, global_batch_size=rows, vocab_size=vocab_size
-            )
+            of_eval = pipeline.eval_from_config(data, vocab_size=vocab_size)
             evaluated = batches_of(of_eval, global_batch_size=rows)
             parts.callback(evaluated.close)
         steps = journal.steps_of(directory)

@@ -122,7 +122,7 @@ def test_an_elastic_run_loses_a_slice_with_its_memory_and_continues(tmp_path):
         )
     assert "slice 1 is lost: host 1 failed: killed by SIGKILL" in printed
     assert "world 2 starts on slices 0, 2" in printed
-    assert "restored step 10" in printed
+    assert re.search("restored step (5|10):", printed)
     assert "step 40 |" in printed or "step 40/" in printed
     tiers = [ec.Persistent(tmp_path / "run/checkpoints")]
     with ec.Checkpointer(tiers, read_only=True) as stored:

@@ -39,7 +39,7 @@ def batches(tmp_path):
     """Makes iterators over the same data, on some devices."""
     path = tmp_path / "texts.array_record"
     corpora.write_texts(path, num_texts=200)
-    data = conftest.data_of(str(path), max_target_length=8)
+    data = conftest.data_of(str(path), length=8)
 
     def made(num_devices=4):
         mesh = jax.sharding.Mesh(jax.devices()[:num_devices], ("data",))

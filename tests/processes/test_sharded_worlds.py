@@ -29,7 +29,7 @@ def engines(corpus):
         "sharded": sharded_data.sharded(
             make_shard, num_shards=NUM_SHARDS, pipeline="everything"
         ),
-        "positional": conftest.data_of(corpus, grain_num_threads=1),
+        "positional": conftest.data_of(corpus, num_threads=1),
     }
 
 

@@ -84,7 +84,7 @@ def engines(corpus):
     return {
         "packed": packed(),
         "finite": packed(end=elastic_data.End.PADDED),
-        "positional": conftest.data_of(corpus, max_target_length=8),
+        "positional": conftest.data_of(corpus, length=8),
     }
 
 

@@ -75,7 +75,7 @@ def scale(says: str, slices: int, *, error=errors.ConfigError, **settings) -> Re
 
 CLUSTER = [
     *("simulate", "configs/demo_cpu.yml", "global_batch_size=0"),
-    *("per_device_batch_size=3", "num_logical_shards=0", "hosts=16", "slices=8"),
+    *("per_device_batch_size=3", "num_logical_shards=1680", "hosts=16", "slices=8"),
     *("--state-gib", "1", "--days", "0.5", "--cost", "step_secs=10"),
     *("--machine-hours", "12"),
 ]

@@ -294,10 +294,6 @@ REFUSALS = {
     ),
     # Keys.
     "an unknown key": in_keys("unknown key 'steps'; the nearest key of", steps=7),
-    "packing and Parquet without logical shards": in_keys(
-        '^logical shards are required by grain_file_type="parquet", packing=true; set',
-        **{"num_logical_shards": 0, "packing": True},
-    ),
     "training files on a site": in_files(
         "data cannot be read from https://.*; download the files, or copy them",
         grain_train_files="https://example.com/a.parquet",

@@ -91,10 +91,12 @@ def test_every_verb_reads_a_loop_that_failed_changed_its_devices_and_was_moved(
     sys.path.remove("/elsewhere")
     (batch,) = json.loads(audit("own_program:data", "--step", "8", "--json"))
     assert (batch["step"], len(batch["rows"])) == (8, 16)
-    record = f"texts.array_record:{batch['rows'][3][0]['record']}"
+    piece = batch["rows"][3][0]
+    record = f"texts.array_record:{piece['record']}"
     output = audit("own_program:data", "--find", record)
     assert output.startswith(f"{record}, epoch 0")
-    assert "  step 8, row 3, attempt 2\n" in output
+    tokens = f"tokens 0 to {piece['num_tokens']}"
+    assert f"  step 8, row 3, {tokens}, attempt 2\n" in output
     assert json.loads(runs.verb("status", "moved", "--json"))["loss"] > 0
     runs.verb("report", "moved", "--no-audit")
     assert "<h2>Loss</h2>" in (moved / "report.html").read_text()

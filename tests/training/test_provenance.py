@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import mixing, positional_data, records, sharded_data, stages
 from elastic_ckpt.training import audit, step_log
-from tests import conftest, corpora, formats
+from tests import corpora, formats
 from tests.training.recorded_run import SIZES, Run, pieces_of
 
 
@@ -301,34 +301,6 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window(is_own)
     fates = lambda *each: {fate(*each), "read_ahead"}  # noqa: E731
     outcomes = check(run, asked, fates, of_row=of_row, suffix="")
     assert all(fate(*each) in found for each, found in outcomes.items())
-
-
-# It ends within an epoch, or with one.
-@pytest.mark.parametrize("size", [16, 36])
-def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
-    data = conftest.data_of(corpus)
-    run = Run().attempt(data, [8] * 17).attempt(data, [8], start=15)
-    run.attempt(data, [size] * 2, start=15, goes_back=True)
-    end = 128 + 2 * size
-
-    def of_row(inputs):
-        text = bytes((inputs[inputs > 2] - 3).tolist())
-        return [("texts", int(text.split()[1]), 0, None)]
-
-    expected = {120: "left_out", 127: "left_out", end: "not_yet_used"}
-    expected |= dict.fromkeys((0, 128, end - 1), "used")
-    asked, fates = [("texts", data.order[n]) for n in expected], {"used", "left_out"}
-    more = {"of_row": of_row, "suffix": ".array_record"}
-    outcomes = check(run, asked, lambda *_: fates, **more)
-    assert {*map(len, outcomes.values())} == {-(-end // data.num_records)}
-    for each, outcome in expected.items():
-        epoch = each // data.num_records
-        # The last epoch may not have begun.
-        assert outcomes["texts", data.order[each]][epoch:][:1] in ([outcome], [])
-    for step in (0, 14, 16):
-        for batch in run.provenance().step(step):
-            for row, (piece,) in enumerate(batch.rows):
-                assert piece.epoch == (batch.position + row) // data.num_records
 
 
 def mapped(of):

@@ -22,7 +22,6 @@ from elastic_ckpt.data import (
     datasets,
     elastic_data,
     mixing,
-    positional_data,
     records,
     sharded_data,
     stages,
@@ -54,21 +53,6 @@ _SOURCES: dict[str, Any] = {
 }
 # Formats that use `grain_record_format`.
 _OF_RECORDS = ("arrayrecord", "tfrecord")
-# Keys that require logical shards unless they have their default value.
-_OF_SHARDS = (
-    "data_stages",
-    "grain_file_type",
-    "use_sft",
-    "packing",
-    "use_truncation",
-    "grain_train_mixture_config_path",
-    "tokenizer_type",
-    "tokenize_train_data",
-    "add_bos",
-    "add_eos",
-    "grain_record_format",
-    "corrupt_records",
-)
 # The key of the training files, unless a mixture file names them.
 _TRAIN_FILES = "grain_train_files"
 
@@ -228,8 +212,7 @@ def from_config(
 ) -> elastic_data.ElasticData:
     """Creates the training data that configuration keys describe.
 
-    With `num_logical_shards`, the data is like the result of `sharded`; otherwise, it
-    is like the result of `positional`, with one row per document of ArrayRecord files.
+    The data is like the result of `sharded`.
 
         data = ec.data.from_config(
             grain_train_files="a*.parquet",
@@ -265,15 +248,6 @@ def from_config(
         for key, value in {**given, **keys}.items()
     }
     data = data_keys.changed(data_keys.DataKeys(), settings)
-    if data.num_logical_shards:
-        return _of_stages(data, vocab_size=vocab_size)
-    _check(data, num_tokens=vocab_size)
-    return positional_data.from_config(data)
-
-
-def _of_stages(
-    data: data_keys.DataKeys, *, vocab_size: int = 0
-) -> elastic_data.ElasticData:
     if not data.data_stages:
         return _sharded(data, vocab_size=vocab_size)
     of_stages = data_keys.stages(data)
@@ -295,23 +269,18 @@ def _of_stages(
 
 
 def eval_from_config(
-    data: data_keys.DataKeys,
-    *,
-    global_batch_size: int,
-    vocab_size: int = 0,
+    data: data_keys.DataKeys, *, vocab_size: int = 0
 ) -> elastic_data.ElasticData:
     """The evaluation data: one epoch of `grain_eval_files`, in order, padded.
 
     Args:
       data: the data keys.
-      global_batch_size: the number of rows in a batch.
       vocab_size: see `from_config`.
     """
     ordered = dataclasses.replace(
         data,
         data_stages="",
         enable_data_shuffling=False,
-        num_logical_shards=data.num_logical_shards or global_batch_size,
         num_epoch=1,
         grain_worker_count=0,
     )
@@ -447,25 +416,12 @@ def _documents(data: data_keys.DataKeys) -> lm_documents.Encoder:
 def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
     # Rejects settings that are incompatible with each other or with the model.
     wanted = vocab_size(data) if num_tokens and data.tokenize_train_data else 0
-    needs = [
-        f"{key}={sections.render(value)}"
-        for key, value in vars(data).items()
-        if key in _OF_SHARDS and value != getattr(data_keys.DataKeys, key)
-    ]
-    needs += ["grain_worker_count"] * (data.grain_worker_count > 0)
-    needs += ["a mixture in grain_train_files"] * (";" in data.grain_train_files)
     is_cut = data.packing and data.grain_packing_type == rows.CONCAT_THEN_SPLIT
     for is_wrong, message in (
         (
             wanted > num_tokens,
             f"vocab_size={num_tokens}, but the tokenizer has {wanted} tokens; set"
             f" vocab_size to {wanted} or more",
-        ),
-        (
-            needs and not data.num_logical_shards,
-            f"logical shards are required by {', '.join(needs)}; set num_logical_shards"
-            " to a multiple of every host count that you plan to use, for example to"
-            " the global batch size",
         ),
         (
             data.use_sft and not data.tokenize_train_data,

@@ -1,4 +1,4 @@
-"""Reads blocks or single records of ArrayRecord files."""
+"""Reads blocks of ArrayRecord files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import re
 import sys
 from typing import Any
 
-import numpy as np
-
 from elastic_ckpt.core import digest, errors
-from elastic_ckpt.data.sources import decoded, files, record_format, source
+from elastic_ckpt.data.sources import files, record_format, source
 
 # A file's last block has the footer's offset and a magic number.
 _RIEGELI_BLOCK_BYTES = 64 * 1024
@@ -61,20 +59,6 @@ class ArrayRecord(record_format.RecordFiles):
         if isinstance(record, RuntimeError):
             raise source.corrupt(place, record)
         return self._decoded(record, place)
-
-
-def record(paths: tuple[str, ...], number: int) -> bytes:
-    """Reads a record by its index, counted over all files.
-
-    Raises:
-      CorruptError: if the record is corrupt.
-    """
-    texts = ArrayRecord(files=paths)
-    firsts = decoded.blocks(texts).first_records
-    file = int(np.searchsorted(firsts, number, side="right")) - 1
-    row = number - int(firsts[file])
-    place = f"{paths[file]}, record {row}"
-    return texts._element(_read_one(paths[file], row), place)[record_format.RAW_COLUMN]
 
 
 # The process that loaded this module.

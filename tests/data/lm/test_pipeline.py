@@ -1,9 +1,7 @@
-import dataclasses
 import itertools
 import json
 import pathlib
 
-import grain
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,9 +13,7 @@ from elastic_ckpt.data import (
     data_keys,
     elastic_data,
     local_batches,
-    positional_data,
     records,
-    rows,
 )
 from elastic_ckpt.data.lm import documents, pipeline
 from tests import corpora, worlds
@@ -57,20 +53,6 @@ def test_keys_may_be_a_mapping_keywords_or_those_of_a_configuration(corpus, tmp_
     assert expected.make_shard(1).num_shards == 4
 
 
-def test_without_logical_shards_the_engine_is_the_positional_one(corpus):
-    keys = section(corpus, num_logical_shards=0, data_shuffle_seed=3)
-    data = pipeline.from_config(dataclasses.replace(keys, num_epoch=2))
-    assert isinstance(data, positional_data.TextData)
-    assert len(data.order) == 2 * data.num_records == 200
-    order = list(grain.MapDataset.range(100).seed(3).shuffle())
-    assert list(data.order)[:100] == order
-    batch = next(data.host_batches(rows.in_order(1, 4)[0]))
-    for row, number in zip(batch["targets"], order, strict=False):
-        text = b"text %d" % number
-        assert (row[: len(text)] - 3).astype(np.uint8).tobytes() == text
-    assert (data.end.value, pipeline.from_config(keys).end.value) == ("padded", "never")
-
-
 def test_shuffling_is_by_seed_and_shard_and_can_be_switched_off(corpus):
     orders = []
     for settings in (
@@ -88,7 +70,7 @@ def test_evaluation_is_one_epoch_in_order_padded_whatever_training_does(corpus):
     config = section(
         "nowhere", grain_eval_files=corpus, num_epoch=3, grain_worker_count=4
     )
-    data = pipeline.eval_from_config(config, global_batch_size=12)
+    data = pipeline.eval_from_config(config)
     assert (data.end, data.num_workers) == (elastic_data.End.PADDED, 0)
     expected = [(b"text %d " % number * 5)[:LENGTH] for number in range(100)]
     for num_hosts in (1, 3):
@@ -187,13 +169,12 @@ def test_a_token_that_the_model_does_not_have_is_refused(corpus, tmp_path):
         next(local_batches.LocalBatches(data, global_batch_size=4))
     # Before the data are read, if there is a tokenizer.
     message = "vocab_size=258, but the tokenizer has 259 tokens; set"
-    for shards in (0, 4):
-        keys = section(corpus, num_logical_shards=shards, grain_eval_files=corpus)
-        pipeline.from_config(keys, vocab_size=259)
-        with refused(message):
-            pipeline.from_config(keys, vocab_size=258)
+    keys = section(corpus, grain_eval_files=corpus)
+    pipeline.from_config(keys, vocab_size=259)
     with refused(message):
-        pipeline.eval_from_config(keys, global_batch_size=4, vocab_size=258)
+        pipeline.from_config(keys, vocab_size=258)
+    with refused(message):
+        pipeline.eval_from_config(keys, vocab_size=258)
 
 
 def messages(content):

@@ -149,19 +149,6 @@ def test_a_dataset_of_hugging_face_is_read_if_it_is_what_its_files_are(tmp_path)
             arrow.from_hf(dataset)
 
 
-def test_a_record_is_found_by_its_number_over_all_files(tmp_path):
-    data = [b"text %d " % number for number in range(30)]
-    files = tuple(
-        corpora.write_records(tmp_path / name, some)
-        for name, some in (("a", data[:1]), ("b", []), ("c", data[1:]))
-    )
-    assert [arrayrecord.record(files, number) for number in range(30)] == data
-    corpora.spoil(files[2], data[23])
-    assert arrayrecord.record(files, 22) == data[22]
-    with pytest.raises(errors.DataError, match=r"/c, record 22: .*corrupt"):
-        arrayrecord.record(files, 23)
-
-
 def test_a_worker_that_pytorch_has_forked_is_refused_before_it_crashes(
     tmp_path, monkeypatch
 ):
@@ -175,8 +162,6 @@ def test_a_worker_that_pytorch_has_forked_is_refused_before_it_crashes(
     decoded._KEPT.begin()
     with pytest.raises(errors.ConfigError, match="forkserver"):
         source_contract.read_all(dataset, 1, num_epochs=1)
-    with pytest.raises(errors.ConfigError, match="forkserver"):
-        arrayrecord.record(files, 0)
 
 
 def test_each_error_of_a_lost_block_has_notes_of_its_own():
