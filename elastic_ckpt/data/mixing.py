@@ -153,8 +153,9 @@ class _MixtureIterator(shard_steps.Elements):
         )
 
     def _use(self, weights: dict[str, float], ended: frozenset[str]) -> None:
-        self._weights, self._ended = weights, ended
-        active = {name: each for name, each in weights.items() if name not in ended}
+        # A loader may have loaded the weights in another order.
+        self._weights, self._ended = dict(sorted(weights.items())), ended
+        active = {n: each for n, each in self._weights.items() if n not in ended}
         self._active, self._ends = [*active], bounds(tuple(active.values()))
 
     def some(self, at_most: int) -> list[Any]:
