@@ -44,7 +44,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint import orbax_format
 from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.core import digest, errors, storage, topology
+from elastic_ckpt.core import errors, storage, topology
 from elastic_ckpt.steps.manifest import Contents, Leaf, is_manifest_name
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import preserved
@@ -91,22 +91,6 @@ _RESERVED = frozenset(
 # states usually differ only in their values.
 _MOST_KNOWN = 64
 _known: dict[Any, str] = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class HostNotes:
-    """A host's notes about a step; host 0's metrics and metadata are saved.
-
-    Attributes:
-      metrics: the step's metrics, as JSON; None if there are none.
-      custom_metadata: the user's metadata, as JSON; None if there is none.
-      kinds_digest: the digest of `StepDescription.kinds`, which must be the same on all
-        hosts.
-    """
-
-    metrics: str | None
-    custom_metadata: str | None
-    kinds_digest: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,11 +169,6 @@ class StepDescription:
     def custom_metadata(self) -> Any:
         """The user's metadata; None if there is none."""
         return json.loads(self.contents.custom_metadata or "null")
-
-    def host_notes(self, kinds: Mapping[str, str]) -> HostNotes:
-        """This host's notes, with a digest of `kinds`."""
-        contents, kinds_digest = self.contents, digest.json_digest(dict(kinds))
-        return HostNotes(contents.metrics, contents.custom_metadata, kinds_digest)
 
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
         """The kinds of values to save, keyed by leaf path or component name."""
