@@ -53,7 +53,7 @@ from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.ram import ram_disk
-from elastic_ckpt.tiers.source import Offered, ReadError, SourceTier
+from elastic_ckpt.tiers.source import ReadError, SourceTier
 
 
 class HostReader:
@@ -113,10 +113,12 @@ class HostReader:
     def offer(self, step: int) -> None:
         """Offers this host's parts of a step; see `Exchange.offer`."""
         if self._world.passes:
-            there = self._answers_for(step)
-            manifests = [each.manifest for each in there.held]
-            report = Report(manifests=manifests, problems=there.problems)
-            self._exchange.offer(report)
+            own = self._world.disk.offers(step, slots=self._slots())
+            # Each host reports on some of the idle machines.
+            idle = find.offered(self._own_idle_peers, step)
+            manifests = [each.manifest for each in (*own.held, *idle.held)]
+            problems = [*own.problems, *idle.problems]
+            self._exchange.offer(Report(manifests=manifests, problems=problems))
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def examine(self, step: int) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
@@ -348,12 +350,6 @@ class HostReader:
         others = [slot for slot in disk.slots() if slot != own] if own == 0 else []
         ids = {host.id for host in self._world.hosts} if others else set()
         return {own, *(slot for slot in others if disk.host_id(slot) not in ids)}
-
-    def _answers_for(self, step: int) -> Offered:
-        # Each host reports on some of the idle machines.
-        own = self._world.disk.offers(step, slots=self._slots())
-        idle = find.offered(self._own_idle_peers, step)
-        return Offered([*own.held, *idle.held], [*own.problems, *idle.problems])
 
     def _looked(
         self, manifests: Sequence[Manifest], problems: list[str]
