@@ -333,16 +333,14 @@ class HostsCheckpointer:
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> bool:
         """Like `save_checkpointables`, for a single pytree."""
-        response = self.save_async(
+        return self.save_checkpointables(
             step,
-            state,
-            checkpointable_name=checkpointable_name,
+            {checkpointable_name: state},
             force=force,
             overwrite=overwrite,
             metrics=metrics,
             custom_metadata=custom_metadata,
         )
-        return response is not None and response.result()
 
     # Orbax's earlier names.
     save_pytree = save
@@ -891,8 +889,7 @@ class HostsCheckpointer:
                     stateful, lambda name: storage.make_directory(f"{directory}/{name}")
                 )
             except BaseException:
-                if is_sent:
-                    storage.remove(directory)
+                storage.remove(directory)
                 raise
             if not is_sent:
                 return write

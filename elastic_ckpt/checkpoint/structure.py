@@ -182,7 +182,7 @@ class StepDescription:
 
     def files(self, chunks: Chunks) -> dict[str, str]:
         """The content of Orbax's metadata files, committed now, keyed by path."""
-        files = orbax_format.metadata_files(
+        return orbax_format.metadata_files(
             self.trees,
             self.contents.components,
             chunks=chunks,
@@ -191,7 +191,6 @@ class StepDescription:
             metrics=self.metrics,
             custom=self.custom_metadata,
         )
-        return {path: content.decode() for path, content in files.items()}
 
 
 def json_of_user(what: str, value: Mapping[str, Any]) -> str:
@@ -488,15 +487,15 @@ def resolve(
     # Leaf shapes, by path; "text" for strings.
     texts = {path: "text" for path, leaf in leaves.items() if isinstance(leaf, str)}
     there = texts | {leaf.path: str(list(leaf.shape)) for leaf in contents.arrays}
-    now = dict.fromkeys(texts.keys() & resolved.keys(), "text")
-    now |= {leaf.path: str(list(leaf.shape)) for leaf in trees.asked(read)}
-    left_out = {path for path, (_, form) in resolved.items() if form is None}
-    if partial:
-        left_out |= there.keys()
+    now = dict.fromkeys(texts.keys() & resolved.keys(), "text") | {
+        leaf.path: str(list(leaf.shape)) for leaf in trees.asked(read)
+    }
+    skipped = {path for path, (_, form) in resolved.items() if form is None}
     kept = {
         path: shape
         for path, shape in there.items()
-        if path in now or (path.partition("/")[0] in asked and path not in left_out)
+        if path in now
+        or not (partial or path in skipped or path.partition("/")[0] not in asked)
     }
     trees.check_same_model(f"step {step}", kept, now)
     return AskedTrees(read=read, given=given)

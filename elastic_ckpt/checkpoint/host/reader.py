@@ -75,8 +75,9 @@ class HostReader:
     @calls.call(order="up")
     def offer_saves(self) -> None:
         """Offers the steps that this host reports on; see `Exchange.offer`."""
-        world, peers = self._world, self._own_idle_peers
-        if self._world.passes:
+        world = self._world
+        if world.passes:
+            peers = world.idle_peers([world.number])
             saves = {*world.disk.known_saves(self._slots()), *find.saves(peers)}
             refusing = [each.url for each in peers if each.listing.is_refused]
             self._exchange.offer(Report(saves=sorted(saves), refusing=refusing))
@@ -115,7 +116,7 @@ class HostReader:
         if self._world.passes:
             own = self._world.disk.offers(step, slots=self._slots())
             # Each host reports on some of the idle machines.
-            idle = find.offered(self._own_idle_peers, step)
+            idle = find.offered(self._world.idle_peers([self._world.number]), step)
             manifests = [each.manifest for each in (*own.held, *idle.held)]
             problems = [*own.problems, *idle.problems]
             self._exchange.offer(Report(manifests=manifests, problems=problems))
@@ -334,10 +335,6 @@ class HostReader:
         if last is None or last.step_id != step_id:
             return False
         return self._world.hold(last)
-
-    @property
-    def _own_idle_peers(self) -> list[Peer]:
-        return self._world.idle_peers([self._world.number])
 
     @property
     def _stored(self) -> list[SourceTier]:
