@@ -144,7 +144,12 @@ class HostsCheckpointer:
         backups = BackupClock()
         if chosen.persistent is not None:
             self._root = PersistentRoot.from_path(chosen.persistent.directory)
-            backups = _clock(hosts, chosen.persistent.every_minutes)
+            minutes = chosen.persistent.every_minutes
+            if minutes is not None:
+                # Starts at an earlier world's backup, because a world may end before
+                # the period.
+                since_secs = hosts.first(HostBackup.secs_since_backup)
+                backups = BackupClock(minutes, since_secs=since_secs)
         self._stages = SaveStages(
             hosts,
             chosen,
@@ -156,7 +161,9 @@ class HostsCheckpointer:
             write_claim=self._write_claim,
         )
         self._schedule = Schedule(
-            chosen=chosen, clock=backups, agree=functools.partial(_agree, hosts)
+            chosen=chosen,
+            clock=backups,
+            agree=lambda is_time, skipped: hosts.gather("due", (is_time, skipped))[0],
         )
         # The line that this process last saved to.
         self._own_line: Line | None = None
@@ -326,16 +333,14 @@ class HostsCheckpointer:
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> bool:
         """Like `save_checkpointables`, for a single pytree."""
-        response = self.save_async(
+        return self.save_checkpointables(
             step,
-            state,
-            checkpointable_name=checkpointable_name,
+            {checkpointable_name: state},
             force=force,
             overwrite=overwrite,
             metrics=metrics,
             custom_metadata=custom_metadata,
         )
-        return response is not None and response.result()
 
     # Orbax's earlier names.
     save_pytree = save
@@ -884,8 +889,7 @@ class HostsCheckpointer:
                     stateful, lambda name: storage.make_directory(f"{directory}/{name}")
                 )
             except BaseException:
-                if is_sent:
-                    storage.remove(directory)
+                storage.remove(directory)
                 raise
             if not is_sent:
                 return write
@@ -1155,20 +1159,6 @@ class HostsCheckpointer:
         # Distinguishes later saves from earlier ones.
         self._save = self._hosts.first(HostWorld.new_save, newest_save)
         self._schedule.stored = [] if checkpoint is None else [checkpoint]
-
-
-def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:
-    # Starts at an earlier world's backup, because a world may end before the period.
-    if every_minutes is None:
-        return BackupClock()
-    return BackupClock(
-        every_minutes, since_secs=hosts.first(HostBackup.secs_since_backup)
-    )
-
-
-def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:
-    is_due, num_skipped = hosts.gather("due", [is_time, skipped])[0]
-    return bool(is_due), int(num_skipped)
 
 
 def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunError:

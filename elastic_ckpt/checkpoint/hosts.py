@@ -211,7 +211,11 @@ class InEveryProcess:
 
     def are_leaving(self, error: BaseException) -> bool:
         """See `Hosts`."""
-        if self.num_hosts > 1 and _is_of_devices(error):
+        # On CPU, a lost connection is a ValueError.
+        is_of_devices = isinstance(error, jax.errors.JaxRuntimeError) or (
+            isinstance(error, ValueError) and "Gloo" in str(error)
+        )
+        if self.num_hosts > 1 and is_of_devices:
             # A host is gone or has left a computation, so waiting would be pointless.
             return False
         try:
@@ -243,10 +247,3 @@ class InEveryProcess:
             timeout_secs=timeout_secs,
         )
         return allgather.answers(dict(enumerate(outcomes)))
-
-
-def _is_of_devices(error: BaseException) -> bool:
-    # On CPU, a lost connection is a ValueError.
-    return isinstance(error, jax.errors.JaxRuntimeError) or (
-        isinstance(error, ValueError) and "Gloo" in str(error)
-    )

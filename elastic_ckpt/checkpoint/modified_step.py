@@ -18,8 +18,9 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint.component_io import Created
+from elastic_ckpt.checkpoint.host import component_files
 from elastic_ckpt.checkpoint.host.trees import leaf_path
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 
 
 class Edit(NamedTuple):
@@ -49,16 +50,14 @@ class StoredFiles:
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Reads all files of a component."""
-        self.files = {path.name: path.read_bytes() for path in directory.iterdir()}
+        self.files = component_files.read(directory)
         return asyncio.sleep(0)
 
     async def save(self, directory: Created) -> Awaitable[None]:
         """Returns an awaitable that writes the files."""
 
         async def write() -> None:
-            path = await directory.await_creation()
-            for name, content in self.files.items():
-                storage.write_atomic(path / name, content)
+            component_files.write(await directory.await_creation(), self.files)
 
         return write()
 

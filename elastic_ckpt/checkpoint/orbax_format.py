@@ -91,7 +91,7 @@ def metadata_files(
     commit_timestamp_nsecs: int,
     metrics: Mapping[str, Any] | None = None,
     custom: Mapping[str, Any] | None = None,
-) -> dict[str, bytes]:
+) -> dict[str, str]:
     """The content of the files that Orbax adds to a step, keyed by path.
 
     Args:
@@ -113,13 +113,13 @@ def metadata_files(
     pytree = handler_name("PyTreeHandler")
     handlers = dict.fromkeys(trees, pytree)
     handlers |= dict.fromkeys(components, handler_name("StatefulCheckpointableHandler"))
-    files: dict[str, bytes] = {}
+    files: dict[str, str] = {}
     for name, tree in trees.items():
         for file, content in tree_files(name, tree, chunks).items():
             files[f"{name}/{file}"] = content
     if metrics is not None:
         handlers[_METRICS] = handler_name("MetricsHandler")
-        files[f"{_METRICS}/metrics"] = json.dumps(dict(metrics)).encode()
+        files[f"{_METRICS}/metrics"] = json.dumps(dict(metrics))
     encoded_metadata = {
         "item_handlers": dict(sorted(handlers.items())),
         "metrics": {},
@@ -128,7 +128,7 @@ def metadata_files(
         "commit_timestamp_nsecs": commit_timestamp_nsecs,
         "custom_metadata": dict(custom or {}),
     }
-    return {**files, "_CHECKPOINT_METADATA": json.dumps(encoded_metadata).encode()}
+    return {**files, "_CHECKPOINT_METADATA": json.dumps(encoded_metadata)}
 
 
 def handler_name(name: str) -> str:
@@ -148,7 +148,7 @@ def handler_name(name: str) -> str:
 
 def tree_files(
     checkpointable: str, tree: Any, chunks: Mapping[str, Sequence[int]]
-) -> dict[str, bytes]:
+) -> dict[str, str]:
     """The content of the files that Orbax adds to a tree, keyed by path.
 
     Raises:
@@ -197,7 +197,7 @@ def tree_files(
         "_strings.json": strings_file(strings),
     }
     files |= {path: content for path, content in optional.items() if content}
-    return {path: json.dumps(content).encode() for path, content in files.items()}
+    return {path: json.dumps(content) for path, content in files.items()}
 
 
 def strings_file(named: Mapping[str, str]) -> dict[str, Any]:

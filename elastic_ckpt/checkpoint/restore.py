@@ -425,10 +425,11 @@ class Restorer:
         loaded = foreign_steps.load(path, rest, partial=self._partial)
         restored = {**others, **loaded}
         trees, _ = component_io.split(restored)
-        read_bytes = {f"{near}_bytes": 0 for near in NEARNESS}
-        read_bytes["persistent_bytes"] = sum(
-            getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees)
-        )
+        read_bytes = dict.fromkeys((f"{near}_bytes" for near in NEARNESS), 0) | {
+            "persistent_bytes": sum(
+                getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees)
+            )
+        }
         self._emit(
             "restored_from",
             step=checkpoint.step,

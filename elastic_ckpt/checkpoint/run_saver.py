@@ -184,7 +184,7 @@ class RunSaver:
         """Whether to save `step`, which was just computed."""
         if last and self.saved.at_end:
             return not self.checkpointer.is_durable(step)
-        return self.checkpointer.should_save(step) or self._is_kept(step)
+        return self.checkpointer.should_save(step) or step == self.best_step
 
     def save(self, step: int, state: Any, *, last: bool) -> None:
         """Saves `state` and the data state as `step`; the last step to every tier."""
@@ -192,20 +192,17 @@ class RunSaver:
         # A run that has ended before saves its last step again.
         overwrite = last and self.latest_step == step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
-            if self._is_kept(step):
+            if step == self.best_step:
                 # Otherwise a late backup could be skipped in favor of a later step's.
                 self.checkpointer.wait()
             saving = self.checkpointer.save_checkpointables_async(
                 step,
                 self._checkpointables(state),
-                force=last or self._is_kept(step),
+                force=last or step == self.best_step,
                 overwrite=overwrite,
             )
             if saving is not None and not self.saved.in_background:
                 saving.result()
-
-    def _is_kept(self, step: int) -> bool:
-        return step == self.best_step
 
     def _evaluations(self) -> dict[int, dict[str, Any]] | None:
         # None if there is no storage, or it is unreachable.

@@ -13,7 +13,7 @@ from etils import epath
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.checkpoint.host.saver import HostSaver, Written
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.structure import HostNotes, StepDescription
+from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Contents, Leaf
 from elastic_ckpt.steps.step import Line, StepId
@@ -70,9 +70,9 @@ class CapturedStep:
         }
         return self.description.kinds(kinds)
 
-    def difference(self, hosts: Hosts, notes: Sequence[HostNotes]) -> str | None:
+    def difference(self, hosts: Hosts, kinds_digests: Sequence[str]) -> str | None:
         """Describes the first leaf or component that hosts save differently, if any."""
-        if len({each.kinds_digest for each in notes}) == 1:
+        if len(set(kinds_digests)) == 1:
             return None
         path, kinds = _differing(hosts.gather("parts", self.kinds), missing="nothing")
         each = "; ".join(

@@ -45,10 +45,11 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import RunWorld
 from elastic_ckpt.checkpoint.saving import CapturedStep
 from elastic_ckpt.checkpoint.schedule import BackupClock
-from elastic_ckpt.checkpoint.structure import HostNotes, StepDescription
+from elastic_ckpt.checkpoint.structure import StepDescription
 from elastic_ckpt.core import (
     background,
     clock,
+    digest,
     errors,
     events,
     metrics,
@@ -68,7 +69,11 @@ class Readiness:
     """A process's report to the other processes when a save begins.
 
     Attributes:
-      notes: the host's notes about the step.
+      metrics: the step's metrics, as JSON; None if there are none. Host 0's are saved.
+      custom_metadata: the user's metadata, as JSON; None if there is none. Host 0's is
+        saved.
+      kinds_digest: the digest of `CapturedStep.kinds`, which must be the same on all
+        hosts.
       can_copy: whether the process can begin to make copies, because none are being
         made; a stage begins when all processes can begin it.
       can_back_up: whether the process can begin a backup, because none is being made.
@@ -76,7 +81,9 @@ class Readiness:
       is_behind: whether storage lacks a step that was due; host 0 decides.
     """
 
-    notes: HostNotes
+    metrics: str | None
+    custom_metadata: str | None
+    kinds_digest: str
     can_copy: bool
     can_back_up: bool
     is_time: bool
@@ -398,7 +405,9 @@ class SaveStages:
         of_hosts = hosts.gather(
             "ready",
             Readiness(
-                notes=saving.description.host_notes(saving.kinds),
+                metrics=saving.description.contents.metrics,
+                custom_metadata=saving.description.contents.custom_metadata,
+                kinds_digest=digest.json_digest({**saving.kinds}),
                 can_copy=self._copy_stage.idle,
                 can_back_up=self._backup_stage.idle,
                 is_time=self._clock.is_due(),
@@ -413,14 +422,13 @@ class SaveStages:
         saving = dataclasses.replace(
             saving,
             description=saving.description.changed(
-                metrics=ready.notes.metrics,
-                custom_metadata=ready.notes.custom_metadata,
+                metrics=ready.metrics, custom_metadata=ready.custom_metadata
             ),
             back_up=saving.back_up or (ready.is_time and self._has_storage),
         )
         if saving.back_up:
             self._add_due(saving.step_id)
-        difference = saving.difference(hosts, [each.notes for each in of_hosts])
+        difference = saving.difference(hosts, [each.kinds_digest for each in of_hosts])
         if difference is None:
             validation_schedule.compare(saving.step, saving.stateful, emit=self._emit)
             saving, left_out = saving.complete(hosts)

@@ -44,7 +44,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.checkpoint import orbax_format
 from elastic_ckpt.checkpoint.host import trees
-from elastic_ckpt.core import digest, errors, storage, topology
+from elastic_ckpt.core import errors, storage, topology
 from elastic_ckpt.steps.manifest import Contents, Leaf, is_manifest_name
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers import preserved
@@ -91,22 +91,6 @@ _RESERVED = frozenset(
 # states usually differ only in their values.
 _MOST_KNOWN = 64
 _known: dict[Any, str] = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class HostNotes:
-    """A host's notes about a step; host 0's metrics and metadata are saved.
-
-    Attributes:
-      metrics: the step's metrics, as JSON; None if there are none.
-      custom_metadata: the user's metadata, as JSON; None if there is none.
-      kinds_digest: the digest of `StepDescription.kinds`, which must be the same on all
-        hosts.
-    """
-
-    metrics: str | None
-    custom_metadata: str | None
-    kinds_digest: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,11 +170,6 @@ class StepDescription:
         """The user's metadata; None if there is none."""
         return json.loads(self.contents.custom_metadata or "null")
 
-    def host_notes(self, kinds: Mapping[str, str]) -> HostNotes:
-        """This host's notes, with a digest of `kinds`."""
-        contents, kinds_digest = self.contents, digest.json_digest(dict(kinds))
-        return HostNotes(contents.metrics, contents.custom_metadata, kinds_digest)
-
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
         """The kinds of values to save, keyed by leaf path or component name."""
         leaves = _with_none(self.trees).items()
@@ -203,7 +182,7 @@ class StepDescription:
 
     def files(self, chunks: Chunks) -> dict[str, str]:
         """The content of Orbax's metadata files, committed now, keyed by path."""
-        files = orbax_format.metadata_files(
+        return orbax_format.metadata_files(
             self.trees,
             self.contents.components,
             chunks=chunks,
@@ -212,7 +191,6 @@ class StepDescription:
             metrics=self.metrics,
             custom=self.custom_metadata,
         )
-        return {path: content.decode() for path, content in files.items()}
 
 
 def json_of_user(what: str, value: Mapping[str, Any]) -> str:
@@ -509,15 +487,15 @@ def resolve(
     # Leaf shapes, by path; "text" for strings.
     texts = {path: "text" for path, leaf in leaves.items() if isinstance(leaf, str)}
     there = texts | {leaf.path: str(list(leaf.shape)) for leaf in contents.arrays}
-    now = dict.fromkeys(texts.keys() & resolved.keys(), "text")
-    now |= {leaf.path: str(list(leaf.shape)) for leaf in trees.asked(read)}
-    left_out = {path for path, (_, form) in resolved.items() if form is None}
-    if partial:
-        left_out |= there.keys()
+    now = dict.fromkeys(texts.keys() & resolved.keys(), "text") | {
+        leaf.path: str(list(leaf.shape)) for leaf in trees.asked(read)
+    }
+    skipped = {path for path, (_, form) in resolved.items() if form is None}
     kept = {
         path: shape
         for path, shape in there.items()
-        if path in now or (path.partition("/")[0] in asked and path not in left_out)
+        if path in now
+        or not (partial or path in skipped or path.partition("/")[0] not in asked)
     }
     trees.check_same_model(f"step {step}", kept, now)
     return AskedTrees(read=read, given=given)

@@ -111,10 +111,7 @@ def _covering(cuts: list[np.ndarray], held: boxes.Boxes) -> np.ndarray:
 def _bare(cuts: list[np.ndarray], bare: np.ndarray) -> boxes.Boxes:
     # Adjacent cells along the last dim become one box.
     if not cuts:
-        rows = int(bare.sum())
-        return boxes.Boxes(
-            start=np.zeros((rows, 0), np.int64), stop=np.zeros((rows, 0), np.int64)
-        )
+        return boxes.Boxes.from_boxes(int(bare.sum()) * [boxes.whole(())], rank=0)
     ended = np.zeros((*bare.shape[:-1], 1), bool)
     before = np.concatenate([ended, bare[..., :-1]], axis=-1)
     after = np.concatenate([bare[..., 1:], ended], axis=-1)

@@ -34,7 +34,9 @@ def overlaps(a: boxes.Boxes, b: boxes.Boxes) -> tuple[np.ndarray, np.ndarray]:
         overlapping = _swept(a, b, in_a, in_b)
     if overlapping is None:
         overlapping = _joined(a, b, in_a, in_b)
-    pairs = columns.distinct(overlapping)
+    # `np.unique` hashes since NumPy 2.3, which takes much longer.
+    pairs = np.sort(overlapping)
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
     return pairs // max(1, len(b)), pairs % max(1, len(b))
 
 

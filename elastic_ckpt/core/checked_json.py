@@ -39,20 +39,13 @@ def sealed(fields: dict[str, storage.Json], *, version: int) -> dict[str, storag
     return content
 
 
-def parse(
-    text: bytes,
-    *,
-    what: str,
-    version: int,
-    exact: bool = False,
-) -> dict[str, Any]:
+def parse(text: bytes, *, what: str, version: int) -> dict[str, Any]:
     """Checks the content of a file and returns its fields, including `version`.
 
     Args:
       text: the content of the file.
       what: the kind of file, used in error messages.
       version: the format version that the caller can read.
-      exact: whether the content must be byte for byte what `to_bytes` writes.
 
     Raises:
       UnreadableError: if the content is truncated, is not JSON, was altered, or has a
@@ -64,10 +57,7 @@ def parse(
         raise UnreadableError(
             f"is truncated or is not JSON ({error}; it has {len(text)} bytes)"
         ) from None
-    fields = unsealed(content, what=what, version=version)
-    if exact and _laid_out(content) != text:
-        raise UnreadableError("was altered after it was saved (its layout differs)")
-    return fields
+    return unsealed(content, what=what, version=version)
 
 
 def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:

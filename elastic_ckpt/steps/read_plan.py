@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elastic_ckpt.core import box_cover, box_join, boxes, columns, digest, errors
+from elastic_ckpt.core import box_cover, box_join, boxes, digest, errors
 from elastic_ckpt.steps.manifest import Contents, Holder, Host
 from elastic_ckpt.steps.table import StepTable
 
@@ -105,7 +105,7 @@ class ReadPlan:
         parts = [(none, none, table.boxes.take(none))]
         parts += [_pieces(wanted, leaf, near) for leaf in {*wanted.leaf.tolist()}]
         of_wanted, item, pieces = zip(*parts, strict=True)
-        order = columns.order(np.concatenate(of_wanted))
+        order = np.argsort(np.concatenate(of_wanted), kind="stable")
         self.of_wanted = np.concatenate(of_wanted)[order]
         self.item = np.concatenate(item)[order]
         self.pieces = boxes.Boxes(

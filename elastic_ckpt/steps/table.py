@@ -49,13 +49,12 @@ class StepTable:
         self.boxes = self.items.boxes
         self.num_bytes = self.contents.num_bytes(self.items)
         place = item * len(self.holders) + rows.holder
-        order = columns.order(place)
         # Keeps an item only once even if its holder is listed twice.
-        self._row = row = order[np.diff(place[order], prepend=-1) > 0]
-        self.item, self.holder = item[row], rows.holder[row]
+        _, row = np.unique(place, return_index=True)
+        self._row, self.item, self.holder = row, item[row], rows.holder[row]
         self.first_row = np.searchsorted(self.item, np.arange(len(first) + 1))
         same = rows.digest == self.items.digest.take(item, axis=0)
-        self.diverged = columns.distinct(item[~same.all(axis=1)])
+        self.diverged = np.unique(item[~same.all(axis=1)])
 
     def __len__(self) -> int:
         return len(self.num_bytes)

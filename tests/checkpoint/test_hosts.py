@@ -21,7 +21,7 @@ from elastic_ckpt.checkpoint.host.copies import HostCopies
 from elastic_ckpt.checkpoint.host.endpoint import HostEndpoint
 from elastic_ckpt.checkpoint.host.exchange import Exchange
 from elastic_ckpt.checkpoint.host.reader import HostReader
-from elastic_ckpt.checkpoint.structure import HostNotes
+from elastic_ckpt.checkpoint.stages import Readiness
 from elastic_ckpt.core import allgather, errors, events
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.step import StepId
@@ -97,9 +97,11 @@ def test_answers_come_in_the_order_of_hosts_and_failures_reach_each_driver(drive
 
     assert len(set(same(drive(introduce)))) == NUM_HOSTS
     drive(endpoint.join)
-    notes = HostNotes(None, "{}", "0a")
-    shared = drive(lambda driver: driver.gather("notes", notes))
-    assert same(shared) == [notes] * len(shared)
+    notes = {"metrics": None, "custom_metadata": "{}", "kinds_digest": "0a"}
+    flags = dict.fromkeys(("can_copy", "can_back_up", "is_time", "is_behind"), True)
+    ready = Readiness(**notes, **flags)
+    shared = drive(lambda driver: driver.gather("ready", ready))
+    assert same(shared) == [ready] * len(shared)
     for call, failed in (("all", [0, 1]), ("first", [0])):
         of_host = same(drive(lambda driver, call=call: fail(driver, call)))
         assert sorted(of_host) == failed

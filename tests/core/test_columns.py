@@ -10,20 +10,6 @@ from elastic_ckpt.core import columns
 
 @given(
     np_st.arrays(
-        st.sampled_from([np.int32, np.int64, np.uint64]),
-        st.integers(0, 40),
-        elements=st.integers(0, 3) | st.integers(0, 2**31 - 1),
-    ),
-    st.integers(0, 32),
-)
-def test_the_order_is_the_stable_one_of_numpy(numbers, shift):
-    numbers = numbers.astype(np.uint64) << np.uint64(shift)
-    ordered = columns.order(numbers)
-    np.testing.assert_array_equal(ordered, np.argsort(numbers, kind="stable"))
-
-
-@given(
-    np_st.arrays(
         np.int64,
         st.tuples(st.integers(1, 5), st.integers(0, 20)),
         elements=st.integers(0, 2) | st.integers(0, 2**62),

@@ -288,6 +288,7 @@ def test_leftovers_and_old_steps_of_dead_processes_alone_are_removed(disk, host)
             slots[1] / "3-0" / "w" / "c" / "0.__lock",
             slots[0] / ram_disk.RESTORED / "data" / "0.json",
             *(slot / ram_disk.SPARE / "3" for slot in slots),
+            slots[1] / ram_disk.STAGED / "3-1" / "data" / "0.json",
         ]
         for path in extra:
             storage.write_atomic(path, b"x")

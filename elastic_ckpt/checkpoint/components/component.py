@@ -33,8 +33,6 @@ import asyncio
 import copy
 import dataclasses
 import functools
-import pathlib
-import socket
 import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
@@ -53,6 +51,7 @@ from elastic_ckpt.core import (
     checked_json,
     codec,
     errors,
+    process,
     storage,
     topology,
 )
@@ -79,7 +78,6 @@ _CHOICES = (
     " old state everywhere), or a function (old_states, new_count) -> new states"
 )
 # The machine's boot ID on Linux, which its containers share.
-_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 # How long hosts wait for each other's machine IDs.
 _PATIENCE_SECS = 60.0
 
@@ -485,12 +483,9 @@ def _check_given(sharing: Any, **options: Any) -> None:
 @functools.cache
 def _nodes() -> tuple[str, ...]:
     # Each host's machine, exchanged once.
-    try:
-        own = _BOOT_ID.read_text().strip()
-    except OSError:
-        own = socket.gethostname()
-    gather = allgather.shared().gather
-    return tuple(gather("nodes", own, timeout_secs=_PATIENCE_SECS))
+    own, gather = process.this(), allgather.shared().gather
+    node = own.boot_id or own.host
+    return tuple(gather("nodes", node, timeout_secs=_PATIENCE_SECS))
 
 
 def of_nodes(pattern: str, nodes: Sequence[object], *, host: int) -> Sharing:

@@ -349,7 +349,7 @@ def prepare(leaves: Mapping[str, Value], own: LocalHost, pinned_bytes: int) -> N
 
 def numbers(value: Any) -> Any:
     """Returns `value`, or the data of typed random keys."""
-    if isinstance(value, jax.Array) and _is_key(value.dtype):
+    if isinstance(value, jax.Array) and trees.is_key(value):
         return jax.random.key_data(value)
     return value
 
@@ -367,7 +367,7 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
             " separate checkpointable"
         )
     array = value if isinstance(value, jax.Array) else np.asarray(value)
-    dtype = _name(array.dtype)
+    dtype = array.dtype.name
     if dtype not in STORABLE:
         raise errors.CheckpointError(
             f"leaf {path!r} has dtype {dtype}, which no tier can store; cast the"
@@ -600,14 +600,3 @@ def _place(path: str, array: jax.Array) -> ArrayPlace:
         boxes=tuple((number, box) for box, number in first.items() if box.volume),
         is_far=any(device.platform != "cpu" for device in indices),
     )
-
-
-@functools.lru_cache
-def _is_key(dtype: np.dtype) -> bool:
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-# In NumPy, getting a dtype's name takes as long as copying 64 KiB.
-@functools.lru_cache
-def _name(dtype: np.dtype) -> str:
-    return dtype.name

@@ -101,8 +101,7 @@ class HostCopies:
             except (ReadError, checked_json.UnreadableError) as error:
                 problems.append(f"the list of host {sender}'s parts {error}")
         taken = fetch(world.own, world.found(offered)) if offered else Replicated()
-        problems = dict.fromkeys([*problems, *taken.problems])
-        return dataclasses.replace(taken, problems=tuple(problems))
+        return dataclasses.replace(taken, problems=(*problems, *taken.problems))
 
 
 def fetch(

@@ -67,10 +67,6 @@ class Introduction:
     disk: run_files.StepsDirectory
     stored: run_files.StepsDirectory | None
 
-    def last_secs(self) -> float:
-        """When the machine was last in a world; 0 if there is no record of it."""
-        return max((each.secs for each in self.agents.values()), default=0.0)
-
 
 class HostEndpoint:
     """A host, which runs calls.
@@ -248,7 +244,10 @@ def join(hosts: Hosts, *, write_claim: claims.WriteClaim | None = None) -> None:
     # Idle machines have the latest world's secret. A machine that was not in that world
     # may have a different secret, created by its agent.
     known = [each for each in introduced if each.secret] or introduced
-    newest = max(known, key=Introduction.last_secs)
+    newest = max(
+        known,
+        key=lambda each: max((seen.secs for seen in each.agents.values()), default=0.0),
+    )
     shared = newest.secret or newest.fresh_secret
     # A host's slot is the number of hosts before it on the same machine.
     counts = collections.defaultdict[str, Iterator[int]](itertools.count)

@@ -53,7 +53,7 @@ from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.ram import ram_disk
-from elastic_ckpt.tiers.source import Offered, ReadError, SourceTier
+from elastic_ckpt.tiers.source import ReadError, SourceTier
 
 
 class HostReader:
@@ -75,8 +75,9 @@ class HostReader:
     @calls.call(order="up")
     def offer_saves(self) -> None:
         """Offers the steps that this host reports on; see `Exchange.offer`."""
-        world, peers = self._world, self._own_idle_peers
-        if self._world.passes:
+        world = self._world
+        if world.passes:
+            peers = world.idle_peers([world.number])
             saves = {*world.disk.known_saves(self._slots()), *find.saves(peers)}
             refusing = [each.url for each in peers if each.listing.is_refused]
             self._exchange.offer(Report(saves=sorted(saves), refusing=refusing))
@@ -113,10 +114,12 @@ class HostReader:
     def offer(self, step: int) -> None:
         """Offers this host's parts of a step; see `Exchange.offer`."""
         if self._world.passes:
-            there = self._answers_for(step)
-            manifests = [each.manifest for each in there.held]
-            report = Report(manifests=manifests, problems=there.problems)
-            self._exchange.offer(report)
+            own = self._world.disk.offers(step, slots=self._slots())
+            # Each host reports on some of the idle machines.
+            idle = find.offered(self._world.idle_peers([self._world.number]), step)
+            manifests = [each.manifest for each in (*own.held, *idle.held)]
+            problems = [*own.problems, *idle.problems]
+            self._exchange.offer(Report(manifests=manifests, problems=problems))
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def examine(self, step: int) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
@@ -334,10 +337,6 @@ class HostReader:
         return self._world.hold(last)
 
     @property
-    def _own_idle_peers(self) -> list[Peer]:
-        return self._world.idle_peers([self._world.number])
-
-    @property
     def _stored(self) -> list[SourceTier]:
         return [] if self._storage is None else [self._storage]
 
@@ -348,12 +347,6 @@ class HostReader:
         others = [slot for slot in disk.slots() if slot != own] if own == 0 else []
         ids = {host.id for host in self._world.hosts} if others else set()
         return {own, *(slot for slot in others if disk.host_id(slot) not in ids)}
-
-    def _answers_for(self, step: int) -> Offered:
-        # Each host reports on some of the idle machines.
-        own = self._world.disk.offers(step, slots=self._slots())
-        idle = find.offered(self._own_idle_peers, step)
-        return Offered([*own.held, *idle.held], [*own.problems, *idle.problems])
 
     def _looked(
         self, manifests: Sequence[Manifest], problems: list[str]

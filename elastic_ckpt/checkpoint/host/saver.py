@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -33,7 +31,6 @@ from elastic_ckpt.tiers.captured import (
 )
 from elastic_ckpt.tiers.choices import PINNED_BYTES
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.ram import local, ram_disk
 
 # A step stays in RAM until all copies of the next step are made.
@@ -101,7 +98,8 @@ class HostSaver:
     """Saves one host's parts of each step.
 
     Attributes:
-      staging: the private directory to which components write.
+      staging: the directory to which components write. With a single controller, it
+        must be the same on all machines.
     """
 
     def __init__(self, world: HostWorld) -> None:
@@ -112,7 +110,8 @@ class HostSaver:
             "auto" if persistent is None else persistent.capture,
             pinned_bytes=PINNED_BYTES if local is None else local.pinned_bytes,
         )
-        self.staging = _staging(world)
+        slot = world.disk.host_directory(world.own.slot)
+        self.staging = slot / ram_disk.STAGED
         self._saving: dict[StepId, _HostSave] = {}
         # The sizes of the last-saved values.
         self._sizes: list[int] = []
@@ -127,7 +126,6 @@ class HostSaver:
 
     def begin(self, step_id: StepId, captured: Captured) -> CapturedIn:
         """Begins to save the captured values of all leaves."""
-        storage.make_private_directory(self.staging)
         saving = _HostSave(captured=captured, staging=self.staging / str(step_id))
         storage.remove(saving.staging)
         self._saving[step_id] = saving
@@ -157,6 +155,8 @@ class HostSaver:
             for name in components
             for path, content in component_files.read(saving.staging / name).items()
         }
+        # The files no longer take room beside the step.
+        storage.remove(saving.staging)
         captured, own, problem = saving.captured, self._world.own, ""
         named: Mapping[tuple[int, Box], bytes] = {}
         needs_bytes: Mapping[str, int] = {}
@@ -395,13 +395,3 @@ class _HostSave:
         self.captured.release()
         # Only one step is saved at a time.
         storage.remove(self.staging.parent)
-
-
-def _staging(world: HostWorld) -> epath.Path:
-    # With a single controller, the path must be the same on all hosts; their RAM disks
-    # have the same path. Hosts on the same machine have different RAM disks or slots.
-    # The secret keeps other users from guessing the path.
-    root, slot = world.disk.root, world.own.slot
-    known = secret.read(secret.path(root))
-    hashed = hashlib.sha256(f"{known}.{root}.{slot}".encode()).hexdigest()
-    return epath.Path(tempfile.gettempdir()) / f"elastic_ckpt-staging-{hashed[:32]}"

@@ -31,7 +31,7 @@ _VERSION = 1
 
 def to_bytes(files: Mapping[str, bytes]) -> bytes:
     """The content of `FILE`; `files` maps the paths of Orbax's files to contents."""
-    listed = {path: _digest(files[path]) for path in sorted(files)}
+    listed = {path: digest.bytes_digest(files[path]) for path in sorted(files)}
     return checked_json.to_bytes({"files": listed}, version=_VERSION)
 
 
@@ -83,7 +83,8 @@ class OrbaxView:
             return
         for path, expected in listed.items():
             try:
-                if _digest(storage.read_bytes(self._directory / path)) != expected:
+                content = storage.read_bytes(self._directory / path)
+                if digest.bytes_digest(content) != expected:
                     yield path, stored_part.DIFFERS
             except bucket_clients.failures() as error:
                 yield path, f"cannot be read ({error})"
@@ -105,7 +106,3 @@ class OrbaxView:
                 f" {leaf.dtype}{list(leaf.shape)}"
             )
         return opened
-
-
-def _digest(content: bytes) -> str:
-    return digest.values_digest(np.frombuffer(content, np.uint8)).hex()

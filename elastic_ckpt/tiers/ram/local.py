@@ -181,7 +181,12 @@ class LocalHost:
         and messages.
         """
         for slot in itertools.chain([self.slot], self._idle_slots()):
-            for name in (ram_disk.RESTORED, ram_disk.MESSAGES, ram_disk.SPARE):
+            for name in (
+                ram_disk.RESTORED,
+                ram_disk.STAGED,
+                ram_disk.MESSAGES,
+                ram_disk.SPARE,
+            ):
                 storage.remove(self.disk.host_directory(slot) / name)
             for each in self.disk.saves(slot):
                 self.sweep(slot, each)

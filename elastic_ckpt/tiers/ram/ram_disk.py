@@ -6,6 +6,7 @@
     hosts/<slot>/lock              held by the process that owns the slot
     hosts/<slot>/repairs.lock      for repairs and removals, see `repairing`
     hosts/<slot>/messages/         messages to other hosts, for as long as needed
+    hosts/<slot>/staged/           files of components, until a save stores them
     hosts/<slot>/spare/            files that are not in a step, see `chunk_files`
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a
                                    `preserve` file in it keeps it, regardless of
@@ -68,6 +69,8 @@ from elastic_ckpt.tiers.source import (
 RESERVED = "reserved"
 # A slot's directory for files that a restore unpacks.
 RESTORED = "restored"
+# A slot's directory for files that components write, until a save stores them.
+STAGED = "staged"
 # A slot's directory for chunk files that are not in a step (`chunk_files`).
 SPARE = "spare"
 # A slot's directory for messages to other hosts (`checkpoint.host.exchange`).
