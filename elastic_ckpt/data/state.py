@@ -19,7 +19,7 @@ import itertools
 import json
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 from etils import epath
 
@@ -124,9 +124,7 @@ def read(directory: epath.PathLike) -> DataState:
       DataError: see `checked_json.read`.
     """
     path = epath.Path(directory) / FILE_NAME
-    return _of_fields(
-        DataState, checked_json.read(path, what=_WHAT, version=cursors.VERSION)
-    )
+    return _of_fields(checked_json.read(path, what=_WHAT, version=cursors.VERSION))
 
 
 def to_fields(state: DataState) -> StateDict:
@@ -168,23 +166,18 @@ def of_parts(parts: Mapping[str, Any]) -> LoaderState:
             f"the state lacks the part with its pipeline; it has only {[*checked]};"
             " load all of its parts together"
         )
-    return _of_fields(
-        LoaderState, fields, at_end=fields["at_end"], cursors=fields[cursors.CURSORS]
-    )
+    more = {"at_end": fields["at_end"], "cursors": fields[cursors.CURSORS]}
+    return LoaderState(**vars(_of_fields(fields)), **more)
 
 
-S = TypeVar("S", bound=DataState)
-
-
-def _of_fields(kind: type[S], fields: Mapping[str, Any], **more: Any) -> S:
+def _of_fields(fields: Mapping[str, Any]) -> DataState:
     progress = fields["progress"]
-    return kind(
+    return DataState(
         engine=fields["engine"],
         position=fields["position"],
         pipeline=fields["pipeline"],
         left_out=tuple((start, stop) for start, stop in fields["left_out"]),
         progress=None if progress is None else Progress(**progress),
-        **more,
     )
 
 
