@@ -60,6 +60,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/checkpoint/test_limited_memory.py",),
     ),
     Fault(
+        "a mapped file keeps a descriptor",
+        "elastic_ckpt/core/host_memory.py",
+        "protection, flags, descriptor, 0)",
+        "protection, flags, os.dup(descriptor), 0)",
+        ("tests/checkpoint/test_limited_memory.py",),
+    ),
+    Fault(
         "a box is read up to the element before its last",
         "elastic_ckpt/steps/read_plan.py",
         "stop=np.minimum(wanted.boxes.stop[of_wanted], table.boxes.stop[item]),",
