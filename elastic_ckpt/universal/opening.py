@@ -95,6 +95,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
                 with collector_paused():
                     return open_format(source)
     except bucket_clients.failures() as error:
+        errors.check_open_files(error)
         raise FormatError(
             f"{path} cannot be read ({error}); check the path and your access to it"
         ) from error

@@ -347,8 +347,11 @@ class HostArrays:
         return self._saver.begin(step_id, Captured.joined(several)).directory
 
     @calls.call()
-    def select(self, layout: int, components: tuple[str, ...]) -> None:
+    def select(self, layout: int, components: tuple[str, ...]) -> dict[str, str]:
         """Selects components of the open step, and this host's boxes of a layout.
+
+        Returns:
+          The saved dtypes of leaves that are requested without a dtype.
 
         Raises:
           CheckpointError: if the step lacks a leaf or component.
@@ -361,17 +364,13 @@ class HostArrays:
         self._dtypes = {
             leaf.path: saved[leaf.path] for leaf in leaves if leaf.dtype is None
         }
+        return self._dtypes
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def read(self, layout: int, group: int) -> None:
         """Reads and verifies this host's boxes of a group; see `HostReader.read`."""
         leaves = self._layouts[layout][group].leaves
         self._reader.read_leaves(tuple(leaf.path for leaf in leaves))
-
-    @calls.call()
-    def dtypes(self) -> dict[str, str]:
-        """Returns the saved dtypes of leaves that are requested without a dtype."""
-        return self._dtypes
 
     def abstract(self, layout: int, group: int) -> list[jax.ShapeDtypeStruct]:
         """Returns the abstract arrays of a requested group."""

@@ -126,9 +126,11 @@ class RemoteHosts:
         self._tree = HostTree(num_hosts=self.num_hosts)
         self._cpus = [host.cpus[0] for host in hosts]
         self._layouts: dict[tuple[Group, ...], int] = {}
-        # The requested leaves, in groups, and the restored leaves.
+        # The requested leaves, in groups, the restored leaves, and the saved dtypes of
+        # leaves that are requested without one.
         self._wanted: tuple[tuple[Group, ...], list[list[AskedLeaf]]] = ((), [])
         self._made: dict[str, Any] = {}
+        self._dtypes: dict[str, str] = {}
         # Restored trees with other layouts.
         self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
@@ -202,26 +204,26 @@ class RemoteHosts:
         self._wanted = self._arrays.to_restore(asked(trees))
         self._made = {}
         layout = self._layout(self._wanted[0])
-        self.all(HostArrays.select, layout, tuple(components))
+        self._dtypes, *_ = self.all(HostArrays.select, layout, tuple(components))
         return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._others))
 
     def read(self, components: Sequence[str]) -> list[ReadParts]:
         """See `Hosts`; moves arrays to their devices group by group."""
         groups, wanted = self._wanted
         layout = self._layout(groups)
-        dtypes = self.first(HostArrays.dtypes) if groups else {}
         for number, (group, of_group) in enumerate(zip(groups, wanted, strict=True)):
             self.all(HostArrays.read, layout, number)
-            abstract = [group.abstract(leaf, dtypes) for leaf in group.leaves]
+            abstract = [group.abstract(leaf, self._dtypes) for leaf in group.leaves]
             take = self._agent.arrays.specialize(
-                out_specs_fn=functools.partial(_specified, abstract)
+                out_specs_fn=lambda *_, abstract=abstract: abstract
             )
             with failures.reaching_the_head():
                 content = {"layout": layout, "group": number}
                 arrays = take(messages.encode(content, _over(group.mesh)))
-            made = group.restored(arrays, of_group, dtypes)
+            made = group.restored(arrays, of_group, self._dtypes)
+            # Frees the hosts' memory for the next group.
+            del arrays
             if self._arrays.apart:
-                # Frees the hosts' memory for the next group.
                 jax.block_until_ready(made)
             self._made |= made
         return self.all(HostReader.materialize, tuple(components))
@@ -268,7 +270,3 @@ def _over(devices: Mesh | Sequence[jax.Device]) -> NamedSharding:
     if not isinstance(devices, Mesh):
         devices = Mesh(np.array(devices), ("device",))
     return topology.over_all_devices(devices)
-
-
-def _specified(abstract: list[Any], *_: Any) -> list[Any]:
-    return abstract

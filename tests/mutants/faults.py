@@ -46,10 +46,24 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/checkpoint/host/test_verified_read.py",),
     ),
     Fault(
+        "a group of leaves stays on the hosts while they read the next",
+        "sidecar/elastic_ckpt_sidecar/remote_hosts.py",
+        "            del arrays\n",
+        "",
+        ("tests/checkpoint/host/test_verified_read.py",),
+    ),
+    Fault(
         "a lack of descriptors is taken for a bad copy",
         "elastic_ckpt/core/errors.py",
         "if os.strerror(errno.EMFILE) in str(error):",
         "if os.strerror(errno.ENOSPC) in str(error):",
+        ("tests/checkpoint/test_limited_memory.py",),
+    ),
+    Fault(
+        "a mapped file keeps a descriptor",
+        "elastic_ckpt/core/host_memory.py",
+        "protection, flags, descriptor, 0)",
+        "protection, flags, os.dup(descriptor), 0)",
         ("tests/checkpoint/test_limited_memory.py",),
     ),
     Fault(

@@ -301,7 +301,8 @@ class _Reading:
             plan.of_wanted, np.arange(len(self._of_boxes) + 1)
         )
         self.ahead: collections.deque[_Window] = collections.deque()
-        self._ring, self._stop = host_memory.allocate(_RING_BYTES), 0
+        is_moved = any(leaf.is_moved for leaf in wanted)
+        self._ring, self._stop = host_memory.allocate(is_moved * _RING_BYTES), 0
 
     def windows(self) -> Iterator[tuple[range, int]]:
         # Ranges of wanted boxes, and their sizes. Only boxes that share saved boxes are

@@ -19,7 +19,14 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.core import boxes, bucket_clients, checked_json, digest, storage
+from elastic_ckpt.core import (
+    boxes,
+    bucket_clients,
+    checked_json,
+    digest,
+    errors,
+    storage,
+)
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps.manifest import Contents, Leaf
 from elastic_ckpt.tiers import stored_part
@@ -54,6 +61,7 @@ class OrbaxView:
             values = array.read().result()
         # Raised by TensorStore and by the file system.
         except (OSError, ValueError) as error:
+            errors.check_open_files(error)
             first_line = str(error).partition("\n")[0][:200]
             return f"cannot be read from the merged store ({first_line})"
         if digest.values_digest(np.asarray(values)) != named:
@@ -79,6 +87,7 @@ class OrbaxView:
                 version=_VERSION,
             )["files"]
         except (*bucket_clients.failures(), checked_json.UnreadableError) as error:
+            errors.check_open_files(error)
             yield FILE, f"{error}; Orbax's own files cannot be verified"
             return
         for path, expected in listed.items():
@@ -87,6 +96,7 @@ class OrbaxView:
                 if digest.bytes_digest(content) != expected:
                     yield path, stored_part.DIFFERS
             except bucket_clients.failures() as error:
+                errors.check_open_files(error)
                 yield path, f"cannot be read ({error})"
 
     def _open(self, leaf: Leaf) -> ts.TensorStore:

@@ -124,6 +124,7 @@ class PersistentTier:
         except checked_json.LaterVersionError:
             raise
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
+            errors.check_open_files(error)
             problems.append(f"{self.root.final(step)} cannot be read ({error})")
         return Offered(held, problems)
 

@@ -366,7 +366,7 @@ def _names(directory: epath.Path) -> list[str]:
 def used_bytes(directory: epath.PathLike) -> int:
     """The file system space, in bytes, that the files in a directory use."""
     total = 0
-    for parent, _, files in os.walk(directory):
+    for parent, _, files in os.walk(directory, onerror=errors.check_open_files):
         for name in files:
             # Its owner may remove the step in the meantime.
             with contextlib.suppress(FileNotFoundError):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.steps.manifest import escaped
 from elastic_ckpt.tiers.persistent.persistent_root import COMMIT_FILE
 from elastic_ckpt.universal.formats import files
@@ -106,6 +106,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
         contents = {name: read.result() for name, read in reads.items()}
     # TensorStore also raises ValueErrors.
     except (OSError, ValueError) as error:
+        errors.check_open_files(error)
         reason = str(error).partition("\n")[0][:300]
         raise FormatError(
             f"{directory} cannot be read ({reason}); restore it from a good copy"

@@ -21,6 +21,7 @@ import math
 import os
 import pickle
 import pickletools
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -245,6 +246,15 @@ class _Unpickler(pickle.Unpickler):
         return _STORAGES.get(pid[1].full_name, pid[1].full_name), pid[2]
 
 
+# A run of common opcodes whose argument has a fixed size; indexes below 2**20 take
+# little memory. Parsing each opcode in Python would take longer than decoding.
+_SAFE = re.compile(
+    rb"(?:[()NQRabestu}\x5d\x81\x85-\x89\x90\x93\x94]|[Khq].|M..|[Jj].{4}|G.{8}"
+    rb"|r..[\0-\x0f]\0)*+",
+    re.S,
+)
+
+
 def decoded(content: bytes, place: str) -> Any:
     """Decodes a pickle; objects become `Inert`. Errors name `place`.
 
@@ -253,9 +263,10 @@ def decoded(content: bytes, place: str) -> Any:
     """
     try:
         # Unpicklers allocate memory for every smaller index.
-        for opcode, index, _ in pickletools.genops(content):
+        for opcode, index, _ in pickletools.genops(stream := io.BytesIO(content)):
             if "PUT" in opcode.name and index not in range(len(content)):
                 raise ValueError(f"{opcode.name} has index {index}")
+            stream.seek(_SAFE.match(content, stream.tell()).end())  # pyrefly: ignore
         # The buffer reads ahead because a call for each opcode would be slow.
         return _Unpickler(io.BufferedReader(io.BytesIO(content), 1 << 17)).load()
     except Exception as error:

@@ -401,6 +401,7 @@ class Reader:
             count = self._sources.read_into(file, start, memory)
         # TensorStore raises ValueErrors.
         except (*bucket_clients.failures(), ValueError) as error:
+            errors.check_open_files(error)
             raise errors.CheckpointError(
                 f"{file}: {span.copies[0].tensor} cannot be read at bytes {start}"
                 f" to {stop} ({error}); restore the file or your access to it, or use"

@@ -258,6 +258,7 @@ def _arrays(
                 yield future.result()
             # TensorStore also raises ValueErrors.
             except (OSError, ValueError) as error:
+                errors.check_open_files(error)
                 raise errors.CheckpointError(
                     f"{tensor.name} cannot be opened ({str(error).splitlines()[0]});"
                     " use a different step, or restore the checkpoint from a good copy"

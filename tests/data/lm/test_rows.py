@@ -134,17 +134,25 @@ def test_a_piece_goes_into_the_first_row_with_room_or_the_fullest(packing, expec
     assert [[number for number, _ in row] for row in fitted] == [[0, 2, 3], [1]]
 
 
-@pytest.mark.parametrize("length", [2**11, 2**14, 2**17])
+@pytest.mark.parametrize(
+    ("length", "num_shards", "of_long"),
+    [(2**11, 1, 0.95), (2**14, 1, 0.95), (2**17, 1, 0.95), (2**15, 2**11, 0.85)],
+)
 @pytest.mark.parametrize("packing", [rows.FIRST_FIT, rows.BEST_FIT])
-def test_rows_of_whole_documents_are_full_at_every_length(packing, length):
+def test_rows_of_whole_documents_are_full_at_every_length(
+    packing, length, num_shards, of_long
+):
     generator, longest = np.random.default_rng(0), np.zeros(length + 1, np.uint16)
     num_rows = max(96, 2**20 // length)
-    # Documents of a median of 365 tokens, and of a quarter of a row.
-    for median, sigma, least in ((365, 0.8, 0.97), (length / 4, 1, 0.95)):
+    # Documents of a median of 365 tokens, and of a quarter of a row. The chapters of
+    # many shards have four rows.
+    for median, sigma, least in ((365, 0.8, 0.97), (length / 4, 1, of_long)):
         number = 2 * num_rows * length // int(median)
         sizes = generator.lognormal(np.log(median), sigma, number).astype(int) + 2
         held = source(longest[:size] for size in sizes)
-        made = iter(rows.Rows(held, packing=packing, length=length))
+        packed = rows.Rows(held, packing=packing, length=length)
+        packed.num_shards = num_shards
+        made = iter(packed)
         # From row 64 on, chapters are as long as later.
         pieces = [made.unmade().pieces for _ in range(64 + num_rows)][64:]
         used = sum(size for _, size in itertools.chain(*pieces))

@@ -198,11 +198,16 @@ def test_entries_outside_of_the_file_are_refused(tmp_path, place, number, match)
 def test_what_the_decoder_does_not_do_is_one_error(tmp_path, content):
     path = torch_files.write(tmp_path / "x.pt", None, content=content)
     refused(path, r"x\.pt[^\n]*$")
+    # Indexes are not looked for in texts.
+    text = pickle.dumps("r\xff\xff\xff" * 60, 2)[2:-1]
     for put in (b"r\xff\xff\xff\x0a", b"p184549375\n"):
-        content = b"\x80\x02}" + put + b"."
+        content = b"\x80\x02}Nr\0\0\0\0" + text + b"s" + put + b"."
         path = torch_files.write(tmp_path / "x.pt", None, content=content)
         refused(path, r"PUT has index 184549375")
     path = torch_files.write(tmp_path / "x.pt", {"w": TENSOR})
+    assert torch_file.decoded(content.replace(put, b""), "") == {
+        None: "r\xff\xff\xff" * 60
+    }
     assert torch_file.read_arrays(path)["w"].tolist() == [[1, 2], [3, 4]]
 
 
