@@ -257,9 +257,7 @@ def data_of(
 
 
 def _example(length: int, text: bytes) -> dict[str, np.ndarray]:
-    found = np.zeros(length + 1, np.int32)
-    kept = tokens.of_bytes(text[: length + 1])
-    found[: len(kept)] = kept
+    found = tokens.of_bytes(text.ljust(length + 1)[: length + 1])
     return {"inputs": found[:-1], "targets": found[1:]}
 
 

@@ -348,7 +348,8 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         path = trees.leaf_path(checkpointable, key_path)
         kind = orbax_format.leaf_kind(leaf, path)
         name = orbax_format.array_name(key_path)
-        if not _is_unicode(f"{name}{leaf}" if kind == "string" else name):
+        text = f"{name}{leaf}" if kind == "string" else name
+        if text.encode(errors="ignore").decode() != text:
             raise errors.CheckpointError(
                 f"the name or the value of leaf {path!r} is not valid Unicode, so no"
                 " tier can store it; remove the invalid characters"
@@ -414,10 +415,6 @@ def _key(leaf: Leaf, impl: str) -> tuple[tuple[int, ...], Any]:
     one = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     numbers = jax.eval_shape(jax.random.key_data, one)
     return leaf.shape[: len(leaf.shape) - len(numbers.shape)], one.dtype
-
-
-def _is_unicode(text: str) -> bool:
-    return text.encode(errors="ignore").decode() == text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

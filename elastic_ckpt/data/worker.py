@@ -94,8 +94,10 @@ class _Worker:
     def __init__(self, name: str, task: shard_rows.Task, *, num_ahead: int) -> None:
         self._name = name
         content = _pickled(task)
+        paths = [path for path in sys.path if isinstance(path, str)]
+        begin = f"import sys; sys.path[:] = {paths!r}; from {__name__} import main"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _program()],
+            [sys.executable, "-c", f"{begin}; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # The devices belong to the host's own process.
@@ -149,11 +151,6 @@ def _pickled(task: shard_rows.Task) -> bytes:
             " run shards in the host's own process (num_workers=0, or"
             " grain_worker_count=0 in a configuration)"
         ) from error
-
-
-def _program() -> str:
-    paths = [path for path in sys.path if isinstance(path, str)]
-    return f"import sys; sys.path[:] = {paths!r}; from {__name__} import main; main()"
 
 
 def main() -> None:

@@ -89,7 +89,8 @@ class Leaf:
     @property
     def name(self) -> str:
         """The name of an array in Orbax's stores, such as `params.w`."""
-        return ".".join(map(_unescaped, self.path.split("/")[1:]))
+        _, *parts = self.path.split("/")
+        return ".".join(part.replace("~1", "/").replace("~0", "~") for part in parts)
 
     def name_of(self, box: boxes.Box) -> str:
         """Names a part for messages: leaf and bounds, or a file path."""
@@ -446,10 +447,6 @@ def grouped(manifests: Iterable[Manifest]) -> list[list[Manifest]]:
 def escaped(key: str) -> str:
     """Escapes a tree key for a leaf's path, in which `/` joins keys."""
     return key.replace("~", "~0").replace("/", "~1")
-
-
-def _unescaped(part: str) -> str:
-    return part.replace("~1", "/").replace("~0", "~")
 
 
 @functools.lru_cache(maxsize=64)

@@ -452,8 +452,9 @@ def _of_lines(
 
 
 def _details(event: Event) -> str:
-    hidden = ("time", "event")
-    return ", ".join(f"{key}: {event[key]}" for key in event if key not in hidden)
+    return ", ".join(
+        f"{key}: {event[key]}" for key in event if key not in ("time", "event")
+    )
 
 
 def _utc(secs: float) -> str:

@@ -71,12 +71,10 @@ class Loader:
         return local_batches.merged(self._states)
 
 
-def through_text(state, *, keys_in_order=True):
+def through_text(state, *, in_order=True):
     """A state as JSON; torchdata gives it back with its keys in another order."""
-    order = list if keys_in_order else reversed
-    return json.loads(
-        json.dumps(state), object_pairs_hook=lambda pairs: dict(order(pairs))
-    )
+    order = list if in_order else reversed
+    return json.loads(json.dumps(state), object_pairs_hook=lambda p: dict(order(p)))
 
 
 def world(data, num_ranks=1, size=SIZE, *, num_workers=0, states=None, **more):
@@ -192,9 +190,7 @@ def test_finite_data_continues_after_each_of_its_batches_however_it_was_saved(
     ranks = opened(num_ranks, num_workers=num_workers, read_ahead=ahead)
     hosts = worlds.World(data, num_ranks, size)
     for number in range(5):
-        states = [
-            through_text(rank.state_dict(), keys_in_order=False) for rank in ranks
-        ]
+        states = [through_text(rank.state_dict(), in_order=False) for rank in ranks]
         hosts.write(directory := tmp_path_factory.mktemp("data"))
         others = worlds.World(data, loaded_by[0], size)
         others.read(directory)

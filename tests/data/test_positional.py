@@ -58,6 +58,11 @@ def test_two_epochs_are_those_of_grains_elastic_iterator_from_any_state(data):
         assert list(map(worlds.content, resumed.rest())) == expected[number:]
 
 
+def test_example_ids_have_64_bits():
+    ids = [0, 1, 2**32 - 1, 2**32, 2**63, example_id.NONE]
+    assert example_id.join(example_id.split(np.array(ids, np.uint64))) == ids
+
+
 def test_it_travels_to_a_sidecar_by_cloudpickle(data, corpus):
     for each in (data, conftest.data_of(corpus)):
         copy = cloudpickle.loads(cloudpickle.dumps(each))

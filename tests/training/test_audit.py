@@ -219,9 +219,8 @@ def test_newest_attempt_that_was_lost_is_known_by_the_events(
     run_files.write(tmp_path, record)
     world = topology.Topology(hosts=1, slices=1, devices=1)
     log = step_log.StepLog(tmp_path, 0, world=world, data=record.data, claim=1)
-    batches = local_batches.LocalBatches(
-        pipeline.from_config(config.data), global_batch_size=BATCH
-    )
+    data = pipeline.from_config(config.data)
+    batches = local_batches.LocalBatches(data, global_batch_size=BATCH)
     for step, batch in zip(range(3), batches, strict=False):
         log.write(step, batch["example_id"], digest.row_digests(batch), 1.0)
     log.close()

@@ -49,7 +49,13 @@ class WebDataset(source.WalkedFiles):
                     some = list(group)
                     for member, _, field in some:
                         if key in keys or field in fields:
-                            raise _twice(file, member)
+                            raise errors.DataError(
+                                f"{file}, byte {member.offset}: {member.name!r} repeats"
+                                " a field of its sample (ignoring case), or belongs to"
+                                " an earlier sample; rewrite the archive so that the"
+                                " files of each sample are adjacent and have unique"
+                                " names"
+                            )
                         stream.seek(member.offset_data)
                         fields[field] = stream.read(member.size)
                     keys.add(key)
@@ -99,11 +105,3 @@ def _members(
                 f"the archive ends at byte {end}, but more data follows; join archives"
                 " with `tar --concatenate`"
             )
-
-
-def _twice(file: str, member: tarfile.TarInfo) -> errors.DataError:
-    return errors.DataError(
-        f"{file}, byte {member.offset}: {member.name!r} repeats a field of its sample"
-        " (ignoring case), or belongs to an earlier sample; rewrite the archive so that"
-        " the files of each sample are adjacent and have unique names"
-    )

@@ -21,6 +21,7 @@ from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.source import ReadError
+from tests.processes import tier_worlds
 from tests.sidecar import simulated_hosts
 from tests.tiers import saved_worlds
 
@@ -156,7 +157,7 @@ def test_at_most_512_mib_are_held_beside_the_state(shapes, source, parts, monkey
     leaves = [jax.ShapeDtypeStruct(s, np.float32, sharding=sharding) for s in shapes]
     with simulated_hosts.Machines() as machines:
         configs = simulated_hosts.choices_of(
-            machines, devices, mesh, simulated_hosts.tiers_of, numbers=[0]
+            machines, devices, mesh, tier_worlds.tiers, numbers=[0]
         )
         # A controller's hosts hold a leaf whole, even if it is larger than 256 MiB.
         if len(shapes) > 1:
