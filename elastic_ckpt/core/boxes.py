@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,13 @@ class Box:
     def volume(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    def within(self, outer: Box) -> Box:
+        """This box, whose indices count from the start of `outer`, in the array."""
+        return Box(
+            start=tuple(map(operator.add, outer.start, self.start)),
+            stop=tuple(map(operator.add, outer.start, self.stop)),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import (
     Mesh,
@@ -37,25 +38,30 @@ from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.captured import Captured
 
-# The maximum size of a group of multiple leaves on a host. Groups pass through the
-# host's memory one at a time.
-GROUP_BYTES = 2**28
+# The maximum size of a group on a host. Groups pass through the host's memory one after
+# another; JAX may still free one while the next is read. To be restored, a larger leaf
+# is cut into parts, each of them a group.
+GROUP_BYTES = 2**27
 # The axis of a one-device mesh.
 _ONE = "device"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacedLeaf:
-    """A leaf of a group.
+    """A leaf of a group, or a part of a leaf.
 
     Attributes:
       path: the path in the tree.
-      shape: the shape of the whole array.
+      whole: the shape of the whole leaf.
+      part: the part of each of the leaf's shards that belongs to this one.
+      shape: the shape of the array whose shards are these parts.
       dtype: the dtype name; None means the saved dtype.
       spec: the sharding over the group's mesh; None for the head's own values.
     """
 
     path: str
+    whole: tuple[int, ...]
+    part: boxes.Box
     shape: tuple[int, ...]
     dtype: str | None
     spec: tuple[str | tuple[str, ...] | None, ...] | None
@@ -103,29 +109,20 @@ class Group:
         arrays: Sequence[jax.Array],
         asked: Sequence[trees.AskedLeaf],
         dtypes: Mapping[str, str],
-    ) -> dict[str, Any]:
+    ) -> Sequence[Any]:
         """Moves a group's arrays from CPU devices to where the `asked` leaves belong.
 
         `dtypes` maps paths to saved dtypes.
-
-        Returns:
-          The leaves by path.
         """
-        values: Sequence[Any]
         if self.leaves[0].spec is None:
-            values = [
+            return [
                 np.array(array)
                 .view(leaf.dtype or dtypes[leaf.path])
                 .reshape(leaf.shape)
                 for leaf, array in zip(self.leaves, arrays, strict=True)
             ]
-        else:
-            # One call, so that the transfers overlap.
-            values = jax.device_put(list(arrays), [leaf.sharding for leaf in asked])
-        return {
-            leaf.path: leaf.finish(value)
-            for leaf, value in zip(asked, values, strict=True)
-        }
+        # One call, so that the transfers overlap.
+        return jax.device_put(list(arrays), [leaf.sharding for leaf in asked])
 
     def describe(self) -> GroupDescription:
         """Returns the group without its devices, for a message."""
@@ -206,10 +203,14 @@ class HeadArrays:
         self, asked: Sequence[trees.AskedLeaf]
     ) -> tuple[tuple[Group, ...], list[list[trees.AskedLeaf]]]:
         """The groups of leaves to restore, and the leaves of each group."""
-        return self._grouped((leaf, leaf.sharding, leaf) for leaf in asked)
+        leaves = ((leaf, leaf.sharding, leaf) for leaf in asked)
+        return self._grouped(leaves, cut=self.apart)
 
     def _grouped(
-        self, leaves: Iterable[tuple[Leaf | trees.AskedLeaf, Sharding | None, Any]]
+        self,
+        leaves: Iterable[tuple[Leaf | trees.AskedLeaf, Sharding | None, Any]],
+        *,
+        cut: bool = False,
     ) -> tuple[tuple[Group, ...], list[list[Any]]]:
         # The head's own values form separate groups, even from leaves on host 0.
         groups_of: dict[tuple[Mesh, bool, int], list[tuple[PlacedLeaf, Any]]] = {}
@@ -217,20 +218,33 @@ class HeadArrays:
         for leaf, sharding, value in leaves:
             mesh, spec = self._place(leaf.path, sharding)
             dtype = None if leaf.dtype is None else np.dtype(leaf.dtype).name
-            placed = PlacedLeaf(
-                path=leaf.path, shape=tuple(leaf.shape), dtype=dtype, spec=spec
-            )
+            whole = tuple(leaf.shape)
+            shard = NamedSharding(mesh, PartitionSpec(*(spec or ()))).shard_shape(whole)
             # Assumes the widest dtype while the saved dtype is unknown.
             item_bytes = np.dtype(dtype or np.float64).itemsize
-            num_bytes = math.prod(placed.on(mesh).shard_shape(placed.shape))
-            num_bytes *= item_bytes
-            number, before = last.get((mesh, spec is None), (0, 0))
-            if before and before + num_bytes > self._most_bytes:
-                number, before = number + 1, 0
-            last[mesh, spec is None] = number, before + num_bytes
-            groups_of.setdefault((mesh, spec is None, number), []).append(
-                (placed, value)
+            # Parts are joined in the accelerators' own memory.
+            can_join = isinstance(sharding, NamedSharding) and (
+                sharding.memory_kind in (None, "device")
             )
+            most_bytes = self._most_bytes if cut and can_join else math.inf
+            for part in _parts(shard, item_bytes, most_bytes):
+                sizes = zip(whole, shard, part.shape, strict=True)
+                placed = PlacedLeaf(
+                    path=leaf.path,
+                    whole=whole,
+                    part=part,
+                    shape=tuple(n // max(1, size) * some for n, size, some in sizes),
+                    dtype=dtype,
+                    spec=spec,
+                )
+                num_bytes = item_bytes * part.volume
+                number, before = last.get((mesh, spec is None), (0, 0))
+                if before and before + num_bytes > self._most_bytes:
+                    number, before = number + 1, 0
+                last[mesh, spec is None] = number, before + num_bytes
+                groups_of.setdefault((mesh, spec is None, number), []).append(
+                    (placed, value)
+                )
         groups = tuple(
             Group(mesh=mesh, leaves=tuple(leaf for leaf, _ in members))
             for (mesh, _, _), members in groups_of.items()
@@ -294,7 +308,7 @@ class HostArrays:
         self._host, self._host_of = host, host_of
         self._devices = devices
         self._layouts: dict[int, list[Group]] = {}
-        self._boxes: dict[int, dict[str, dict[boxes.Box, int]]] = {}
+        self._boxes: dict[int, dict[PlacedLeaf, dict[boxes.Box, int]]] = {}
         self._holders: dict[tuple[int, str], dict[boxes.Box, tuple[int, ...]]] = {}
         # The groups held so far, by layout and group, until `capture`.
         self._captured: dict[tuple[int, int], Captured] = {}
@@ -305,7 +319,7 @@ class HostArrays:
         """Receives a layout, which later calls refer to by its number."""
         known = [each.group(self._devices) for each in groups]
         self._boxes[layout] = {
-            leaf.path: self._boxes_of(group, leaf)
+            leaf: self._boxes_of(group, leaf)
             for group in known
             for leaf in group.leaves
         }
@@ -358,7 +372,7 @@ class HostArrays:
         """
         leaves = [leaf for group in self._layouts[layout] for leaf in group.leaves]
         saved = self._reader.select(
-            [_wanted(leaf, self._boxes[layout][leaf.path]) for leaf in leaves],
+            [_wanted(leaf, self._boxes[layout][leaf]) for leaf in leaves],
             components,
         )
         self._dtypes = {
@@ -369,8 +383,9 @@ class HostArrays:
     @calls.call(limit_secs=calls.LONG_SECS)
     def read(self, layout: int, group: int) -> None:
         """Reads and verifies this host's boxes of a group; see `HostReader.read`."""
-        leaves = self._layouts[layout][group].leaves
-        self._reader.read_leaves(tuple(leaf.path for leaf in leaves))
+        *before, now = self._layouts[layout][: group + 1]
+        first = sum(len(each.leaves) for each in before)
+        self._reader.read_leaves(slice(first, first + len(now.leaves)))
 
     def abstract(self, layout: int, group: int) -> list[jax.ShapeDtypeStruct]:
         """Returns the abstract arrays of a requested group."""
@@ -397,9 +412,10 @@ class HostArrays:
     def _device_boxes(
         self, group: Group, leaf: PlacedLeaf
     ) -> list[tuple[jax.Device, boxes.Box]]:
-        here = leaf.on(group.mesh).addressable_devices_indices_map(leaf.shape)
+        # Of the whole leaf.
+        here = leaf.on(group.mesh).addressable_devices_indices_map(leaf.whole)
         return [
-            (device, boxes.of_index(index or (), leaf.shape))
+            (device, leaf.part.within(boxes.of_index(index or (), leaf.whole)))
             for device, index in here.items()
             if self._host_of[device.id] == self._host
         ]
@@ -417,7 +433,7 @@ class HostArrays:
         assert leaf.dtype is not None
         dtype = np.dtype(leaf.dtype)
         listed = []
-        for box, device in self._boxes[layout][leaf.path].items():
+        for box, device in self._boxes[layout][leaf].items():
             values = np.asarray(held[device])
             if leaf.spec is None:
                 values = values.view(dtype).reshape(leaf.shape)
@@ -461,10 +477,46 @@ class HostArrays:
 def _wanted(leaf: PlacedLeaf, needed: Mapping[boxes.Box, int]) -> trees.WantedLeaf:
     return trees.WantedLeaf(
         path=leaf.path,
-        shape=leaf.shape,
+        shape=leaf.whole,
         boxes=tuple(needed),
         place=lambda _, values: trees.cast(
             leaf.path, values, leaf.dtype or values.dtype
         ),
         join=lambda placed: dict(zip(needed, placed, strict=True)),
     )
+
+
+def _parts(
+    shard: tuple[int, ...], item_bytes: int, most_bytes: float
+) -> Iterator[boxes.Box]:
+    # Cuts a larger shard in the first dim in which one row is small enough.
+    num_bytes = item_bytes * math.prod(shard)
+    fits = (dim for dim, size in enumerate(shard) if size * most_bytes >= num_bytes)
+    if num_bytes <= most_bytes:
+        yield boxes.whole(shard)
+        return
+    part, dim = [slice(None)] * len(shard), next(fits, 0)
+    rows = max(1, int(most_bytes * shard[dim] // num_bytes))
+    for first in range(0, shard[dim], rows):
+        part[dim] = slice(first, first + rows)
+        yield boxes.of_index(part, shard)
+
+
+def joined(leaf: trees.AskedLeaf, parts: Mapping[boxes.Box, jax.Array]) -> jax.Array:
+    """Joins a leaf's parts on the devices that have its shards."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    sharding: Any = leaf.sharding
+
+    def join(*arrays: jax.Array) -> jax.Array:
+        shard = jnp.empty(sharding.shard_shape(leaf.shape), arrays[0].dtype)
+        for part, array in zip(parts, arrays, strict=True):
+            shard = jax.lax.dynamic_update_slice(shard, array, part.start)
+        return shard
+
+    # The joined leaf takes the place of its parts; nothing moves between devices.
+    with jax.set_mesh(sharding.mesh), jax.enable_x64(True):
+        joins = jax.shard_map(
+            join, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+        )
+        return jax.jit(joins, out_shardings=sharding)(*parts.values())

@@ -26,6 +26,7 @@ from elastic_ckpt.checkpoint.host.verified_read import OtherTree
 from elastic_ckpt.checkpoint.host.world import HostConfig
 from elastic_ckpt.core import addresses, allgather, background, calls, errors, topology
 from elastic_ckpt.core.allgather import HostTree
+from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import StepId
@@ -38,7 +39,13 @@ from elastic_ckpt_sidecar import (
     messages,
     worker,
 )
-from elastic_ckpt_sidecar.arrays import Group, HeadArrays, HostArrays, HostDevices
+from elastic_ckpt_sidecar.arrays import (
+    Group,
+    HeadArrays,
+    HostArrays,
+    HostDevices,
+    joined,
+)
 
 AnswerT = TypeVar("AnswerT")
 P = ParamSpec("P")
@@ -211,6 +218,7 @@ class RemoteHosts:
         """See `Hosts`; moves arrays to their devices group by group."""
         groups, wanted = self._wanted
         layout = self._layout(groups)
+        parts: dict[AskedLeaf, dict[Box, Any]] = {}
         for number, (group, of_group) in enumerate(zip(groups, wanted, strict=True)):
             self.all(HostArrays.read, layout, number)
             abstract = [group.abstract(leaf, self._dtypes) for leaf in group.leaves]
@@ -225,7 +233,11 @@ class RemoteHosts:
             del arrays
             if self._arrays.apart:
                 jax.block_until_ready(made)
-            self._made |= made
+            for leaf, placed, value in zip(of_group, group.leaves, made, strict=True):
+                parts.setdefault(leaf, {})[placed.part] = value
+        while parts:
+            leaf, of_leaf = parts.popitem()
+            self._made[leaf.path] = leaf.finish(joined(leaf, of_leaf))
         return self.all(HostReader.materialize, tuple(components))
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Tiers under a single controller: hosts keep and restore what the head only names."""
 
+import functools
 import pathlib
 import types
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from elastic_ckpt_sidecar import messages, remote_hosts
+from elastic_ckpt_sidecar import arrays, messages, remote_hosts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
@@ -113,7 +114,11 @@ def abstract(leaf):
     return type(leaf)(0) if np.ndim(leaf) == 0 else np.zeros_like(leaf)
 
 
-def test_leaves_of_all_kinds_come_back_bit_by_bit(machines):
+@pytest.mark.parametrize("group_bytes", [arrays.GROUP_BYTES, 80])
+def test_leaves_of_all_kinds_come_back_bit_by_bit(machines, group_bytes, monkeypatch):
+    # A device's leaf of more than 40 bytes comes in parts.
+    head = functools.partial(arrays.HeadArrays, group_bytes=group_bytes)
+    monkeypatch.setattr(remote_hosts, "HeadArrays", head)
     with simulated_hosts.world(machines, 2, slices=2, apart=True) as (tiers, mesh, _):
         alone = mesh.devices.flat[1]
         other = Mesh(mesh.devices[::-1, ::-1].T, ("a", "b"))

@@ -231,22 +231,19 @@ class HostReader:
         self.read_leaves()
         return self.materialize(components)
 
-    def read_leaves(self, paths: tuple[str, ...] | None = None) -> None:
-        """Reads and verifies the selected leaves of the step.
+    def read_leaves(self, some: slice = slice(None)) -> None:
+        """Reads and verifies the selected leaves of the step, or some of them.
 
         Args:
-          paths: the leaves to read; None for all selected leaves.
+          some: the leaves to read, in the order in which they were selected.
 
         Raises:
           CheckpointError: if no good copy of a part is left.
         """
         restoring = self._opened()
-        wanted = [
-            each for each in restoring.wanted if paths is None or each.path in paths
-        ]
         # Frees the values read before, which are on the devices.
-        restoring.placed = {}
-        restoring.placed = verified_read.read_leaves(restoring.reader, wanted)
+        restoring.placed, restoring.some = {}, restoring.wanted[some]
+        restoring.placed = verified_read.read_leaves(restoring.reader, restoring.some)
         restoring.others_made = {
             name: read(restoring.reader) for name, read in restoring.others.items()
         }
@@ -294,9 +291,7 @@ class HostReader:
         """Builds the leaves read last, by path, from their placed boxes."""
         restoring = self._opened()
         return {
-            leaf.path: leaf.join(restoring.placed[leaf.path])
-            for leaf in restoring.wanted
-            if leaf.path in restoring.placed
+            leaf.path: leaf.join(restoring.placed[leaf.path]) for leaf in restoring.some
         }
 
     @calls.call(limit_secs=calls.LONG_SECS)
@@ -436,6 +431,7 @@ class _Restoring:
     found: FoundStep
     reader: VerifiedReader
     wanted: Sequence[trees.WantedLeaf] = ()
+    some: Sequence[trees.WantedLeaf] = ()
     placed: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     others: Mapping[str, OtherTree] = dataclasses.field(default_factory=dict)
     others_made: Mapping[str, Any] = dataclasses.field(default_factory=dict)
