@@ -132,5 +132,4 @@ def _run_slices(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _with_files(config: schema.Config) -> schema.Config:
-    report = functools.partial(print, flush=True)
-    return launch.with_files(config, report=report)
+    return launch.with_files(config, report=functools.partial(print, flush=True))

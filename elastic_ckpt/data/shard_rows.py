@@ -283,9 +283,7 @@ def array_of(leaf: Any) -> np.ndarray:
 
 def zeros_like(leaf: Any) -> Any:
     """A feature of a padding row, in place of `leaf`."""
-    if isinstance(leaf, bytes | str):
-        return type(leaf)()
-    return np.zeros_like(leaf)
+    return type(leaf)() if isinstance(leaf, bytes | str) else np.zeros_like(leaf)
 
 
 def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:

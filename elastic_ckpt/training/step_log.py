@@ -225,8 +225,7 @@ def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
         )
     sharding = batch[elastic_data.EXAMPLE_ID].sharding
     assert isinstance(sharding, NamedSharding)
-    replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    return _jitted(replicated)(batch)
+    return _jitted(NamedSharding(sharding.mesh, PartitionSpec()))(batch)
 
 
 @functools.lru_cache(maxsize=8)
