@@ -15,7 +15,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import example_id, iterator, rows
+from elastic_ckpt.data import elastic_data, iterator, rows
 
 GLOBAL_BATCH_SIZE = 16
 
@@ -38,7 +38,7 @@ def run(coroutine):
 
 
 def ids(batch):
-    return example_id.join(np.asarray(batch["example_id"]))
+    return elastic_data.join_ids(np.asarray(batch["example_id"])).tolist()
 
 
 class IteratorContract:

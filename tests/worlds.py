@@ -11,7 +11,6 @@ from elastic_ckpt.data import (
     cursors,
     delivery,
     elastic_data,
-    example_id,
     prefetch,
     rows,
     state,
@@ -179,7 +178,7 @@ def gathered(batch):
 def by_row(batch):
     """The rows of a batch as (id, bytes of every other feature, by name)."""
     features = dict(sorted(batch.items()))
-    ids = example_id.join(features.pop("example_id"))
+    ids = elastic_data.join_ids(features.pop("example_id")).tolist()
     return [
         (number, *(feature.tobytes() for feature in row))
         for number, row in zip(ids, zip(*features.values(), strict=True), strict=True)

@@ -6,13 +6,13 @@ import argparse
 import os
 import sys
 
-from elastic_ckpt.cli import overrides
+from elastic_ckpt.cli import shared
 from elastic_ckpt.training import load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    overrides.add_arguments(parser, example="configs/demo_cpu.yml", is_required=False)
+    shared.add_config(parser, example="configs/demo_cpu.yml", is_required=False)
     parser.epilog = "Without a file, prints every key with its meaning and default."
 
 

@@ -12,14 +12,14 @@ import argparse
 import dataclasses
 import json
 
-from elastic_ckpt.cli import locations
+from elastic_ckpt.cli import shared
 from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.inspect import run_files, survey, tier_locations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    locations.add_arguments(parser)
+    shared.add_locations(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step",

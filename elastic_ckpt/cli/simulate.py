@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Mapping
 
-from elastic_ckpt.cli import overrides
+from elastic_ckpt.cli import shared
 from elastic_ckpt.core import option_numbers
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.simulation import failures, plan, simulated_cluster
@@ -27,7 +27,7 @@ _DAY_SECS = 86400.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    overrides.add_arguments(parser, example="configs/demo_cpu.yml")
+    shared.add_config(parser, example="configs/demo_cpu.yml")
     parser.add_argument(
         "--state-gib",
         type=option_numbers.positive_number,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from absl import logging
 from etils import epy
 
-from elastic_ckpt.cli import overrides
+from elastic_ckpt.cli import shared
 from elastic_ckpt.core import bucket_clients, errors, events
 from elastic_ckpt.elastic import failures, termination
 from elastic_ckpt.monitoring import progress
@@ -37,7 +37,7 @@ Examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    overrides.add_arguments(parser, example="configs/demo_cpu.yml")
+    shared.add_config(parser, example="configs/demo_cpu.yml")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
 
@@ -132,5 +132,4 @@ def _run_slices(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _with_files(config: schema.Config) -> schema.Config:
-    report = functools.partial(print, flush=True)
-    return launch.with_files(config, report=report)
+    return launch.with_files(config, report=functools.partial(print, flush=True))

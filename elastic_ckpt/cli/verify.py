@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 
-from elastic_ckpt.cli import locations, progress_line
+from elastic_ckpt.cli import progress_line, shared
 from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.inspect import tier_locations, verification
 
@@ -20,7 +20,7 @@ _SHOWN = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    locations.add_arguments(parser)
+    shared.add_locations(parser)
     parser.add_argument(
         "--step",
         type=option_numbers.count,

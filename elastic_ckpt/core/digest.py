@@ -25,8 +25,7 @@ Array = TypeVar("Array", np.ndarray, "jax.Array")
 
 def json_digest(value: storage.Json) -> str:
     """BLAKE2b-128 of the canonical JSON of `value`, as 32 hex digits."""
-    content = storage.canonical_json(value)
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return hashlib.blake2b(storage.canonical_json(value), digest_size=16).hexdigest()
 
 
 def values_digest(values: np.ndarray) -> bytes:
@@ -92,8 +91,7 @@ def row_digests(batch: Mapping[str, Array]) -> Array:
     Returns:
       uint32 of shape `[rows]`.
     """
-    names = sorted(batch.keys() - {"example_id"})
-    features = [_words(batch[name]) for name in names]
+    features = [_words(batch[name]) for name in sorted(batch.keys() - {"example_id"})]
     weights = _odd_multipliers(sum(words.shape[1] for words in features))
     digests: Any = np.uint32(0)
     first = 0

@@ -201,9 +201,8 @@ class _Segments(JsonLog):
         uploading, path, num_bytes = begun
         futures.wait([uploading], wait_secs)
         with self._lock:
-            is_done = uploading.done()
             # Another thread may also have waited for it.
-            if self._uploading is begun and is_done:
+            if self._uploading is begun and uploading.done():
                 self._uploading, self._failure = None, uploading.exception()
                 if not self._failure:
                     del self._lines[:num_bytes]

@@ -8,14 +8,13 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.elastic_data import ElasticData, End
     from elastic_ckpt.data.iterator import Batches
     from elastic_ckpt.data.lm.pipeline import from_config
-    from elastic_ckpt.data.local_batches import LocalBatches
+    from elastic_ckpt.data.local_batches import LocalBatches, ShardedState
     from elastic_ckpt.data.mixing import Mixture
     from elastic_ckpt.data.positional_data import positional
     from elastic_ckpt.data.prefetch import ReadAhead
     from elastic_ckpt.data.records import ReadOptions, Records
     from elastic_ckpt.data.rows import suggest_num_shards
     from elastic_ckpt.data.sharded_data import sharded
-    from elastic_ckpt.data.sharded_state import ShardedState
     from elastic_ckpt.data.sources.arrayrecord import ArrayRecord
     from elastic_ckpt.data.sources.arrow import Arrow, from_hf
     from elastic_ckpt.data.sources.lines import JsonLines, Text

@@ -16,8 +16,11 @@ Batch: TypeAlias = dict[str, jax.Array]
 
 # The additional feature of finite data: true for real rows, false for padding.
 MASK = "mask"
-# The feature with the number of each example.
+# The feature with the ID of each example: on devices two uint32, because JAX lacks
+# int64 by default.
 EXAMPLE_ID = "example_id"
+# The ID of a padding row.
+NO_ID = 2**64 - 1
 
 # Reads the cursors of the given shards, no matter which hosts saved them.
 ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
@@ -122,3 +125,14 @@ def batch_size(value: Any, *, caller: str) -> int:
             " of rows in a global batch"
         )
     return int(value)
+
+
+def split_ids(ids: np.ndarray) -> np.ndarray:
+    """Splits IDs, uint64, into uint32 `[rows, 2]`: the high half, then the low half."""
+    return np.stack([ids >> np.uint64(32), ids], axis=1).astype(np.uint32)
+
+
+def join_ids(halves: np.ndarray) -> np.ndarray:
+    """The inverse of `split_ids`: the IDs in uint32 `[rows, 2]`, as uint64 `[rows]`."""
+    high, low = halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
+    return high << np.uint64(32) | low

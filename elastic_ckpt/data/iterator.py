@@ -279,8 +279,7 @@ class Batches:
     ) -> None:
         self._sharding = topology.batch_sharding(mesh, spec)
         self._warn_after_secs = read_ahead.warn_after_secs
-        replicated = NamedSharding(mesh, PartitionSpec())
-        self._has_rows = jax.jit(jnp.any, out_shardings=replicated)
+        self._has_rows = jax.jit(jnp.any, out_shardings=topology.replicated(mesh))
         self._moved(stages.Course.first(data, global_batch_size))
         self._left_out: state.Ranges = ()
         self._hosts = self._begin(mesh, read_ahead)

@@ -47,9 +47,8 @@ class PositionalData:
     @property
     def end(self) -> elastic_data.End:
         """How the data ends."""
-        if len(self.dataset) > _ENDLESS:
-            return elastic_data.End.NEVER
-        return elastic_data.End.PADDED
+        is_endless = len(self.dataset) > _ENDLESS
+        return elastic_data.End.NEVER if is_endless else elastic_data.End.PADDED
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings, by configuration key, that determine the order of examples."""

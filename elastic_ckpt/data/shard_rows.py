@@ -22,7 +22,6 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
     cursors,
     elastic_data,
-    example_id,
     mixing,
     records,
     rows,
@@ -284,17 +283,15 @@ def array_of(leaf: Any) -> np.ndarray:
 
 def zeros_like(leaf: Any) -> Any:
     """A feature of a padding row, in place of `leaf`."""
-    if isinstance(leaf, bytes | str):
-        return type(leaf)()
-    return np.zeros_like(leaf)
+    return type(leaf)() if isinstance(leaf, bytes | str) else np.zeros_like(leaf)
 
 
 def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
-    """`loaded` with the feature `example_id`; padding rows have `example_id.NONE`."""
+    """`loaded` with the feature `example_id`; padding rows have `NO_ID`."""
     numbers = ids.astype(np.uint64)
     if elastic_data.MASK in loaded:
-        numbers[~loaded[elastic_data.MASK]] = example_id.NONE
-    return {**loaded, elastic_data.EXAMPLE_ID: example_id.split(numbers)}
+        numbers[~loaded[elastic_data.MASK]] = elastic_data.NO_ID
+    return {**loaded, elastic_data.EXAMPLE_ID: elastic_data.split_ids(numbers)}
 
 
 def to_json(state: Any) -> Any:

@@ -342,8 +342,7 @@ def _changes(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
     for key in old | new:
         saved, present = old.get(key), new.get(key)
         if _are_files(saved) and _are_files(present):
-            of_files = _file_changes(saved, present)
-            changed += [f"{prefix}{key}: {each}" for each in of_files]
+            changed += [f"{prefix}{key}: {e}" for e in _file_changes(saved, present)]
         elif saved != present:
             values = map(json.dumps, (saved, present))
             changed.append(

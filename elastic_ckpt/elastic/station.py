@@ -55,8 +55,7 @@ def warm_up(modules: Sequence[str], directory: str = "") -> None:
       directory: the run's directory; if it is in an object store, hosts also import
         its client, which takes about half a second.
     """
-    clients = bucket_clients.modules(directory)
-    forkserver.set_forkserver_preload([*modules, *clients])
+    forkserver.set_forkserver_preload([*modules, *bucket_clients.modules(directory)])
     with termination.held():
         forkserver.ensure_running()
 
@@ -230,8 +229,9 @@ class Station:
         if self._example is not None and (
             len(self._standing_by) < self._owned.most_hosts
         ):
-            example = functools.partial(host.run, self._example)
-            self._standing_by.append(HostProcess(example))
+            self._standing_by.append(
+                HostProcess(functools.partial(host.run, self._example))
+            )
 
     def end_hosts(self) -> None:
         """Kills all hosts."""

@@ -150,8 +150,7 @@ def collect(directory: str) -> Status:
         uncommitted = {each.step for each in tiers.leftovers()}
         if stored.step is None:
             # Steps from Orbax's own checkpointer, which MaxText uses without tiers.
-            plain = max(tiers.stored, default=None)
-            stored = dataclasses.replace(stored, step=plain)
+            stored = dataclasses.replace(stored, step=max(tiers.stored, default=None))
     return status(
         events,
         run_files.read_metrics(

@@ -132,8 +132,7 @@ def listening(
         with warning(), sink as write:
             while not is_last:
                 run_secs = time.monotonic() - began_secs
-                pause_secs = max(interval_secs, run_secs / _INTERVALS_A_RUN)
-                is_last = closing.wait(pause_secs)
+                is_last = closing.wait(max(interval_secs, run_secs / _INTERVALS_A_RUN))
                 with warning():
                     if batch := pending.take():
                         write(batch)

@@ -28,7 +28,6 @@ from elastic_ckpt.core import digest, errors, sections
 from elastic_ckpt.data import (
     data_keys,
     elastic_data,
-    example_id,
     rows,
     stages,
 )
@@ -143,9 +142,9 @@ def one_host_run(
             if opened is None or made_by != makes:
                 opened, made_by = _continued(opened, *makes), makes
             content = next(opened)
-            ids = example_id.joined(content[elastic_data.EXAMPLE_ID])
+            ids = elastic_data.join_ids(content[elastic_data.EXAMPLE_ID])
             found = step_log.batch_digest(ids, digest.row_digests(content))
-            yield batch, ids[ids != np.uint64(example_id.NONE)], found
+            yield batch, ids[ids != np.uint64(elastic_data.NO_ID)], found
     finally:
         if opened is not None:
             opened.close()

@@ -103,8 +103,7 @@ def good_step(saved: Sequence[int], *, since: int, margin: int = 0) -> int | Non
       since: the first bad step, counted from 1.
       margin: the number of additional steps to exclude before `since`.
     """
-    good = [step for step in saved if step <= since - 2 - margin]
-    return max(good, default=None)
+    return max((step for step in saved if step <= since - 2 - margin), default=None)
 
 
 def step_to_go_back_to(
@@ -325,9 +324,8 @@ State: TypeAlias = dict[str, Any]
 Rule = Callable[[State, StepMetrics], str]
 
 
-def non_finite(state: State, report: StepMetrics) -> str:
+def non_finite(_: State, report: StepMetrics) -> str:
     """A rule: a step is bad if its loss or gradient norm is infinite or NaN."""
-    del state
     values = {"loss": report.loss, "gradient norm": report.gradient_norm}
     bad = (f"the {what} is {v}" for what, v in values.items() if not math.isfinite(v))
     return next(bad, "")
@@ -466,8 +464,11 @@ def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
             gradient_spike, smoothing=_PAST_NORMS, factor=factor
         )
     action = Action(section.divergence_action)
-    found: dict[str, Callback] = {"non_finite": Detector(non_finite, action=action)}
-    for name, rule in rules.items():
-        patience = section.divergence_patience_steps
-        found[name] = Detector(rule, action=action, patience=patience)
-    return found
+    patience = section.divergence_patience_steps
+    return {
+        "non_finite": Detector(non_finite, action=action),
+        **{
+            name: Detector(rule, action=action, patience=patience)
+            for name, rule in rules.items()
+        },
+    }

@@ -139,8 +139,9 @@ class Journal:
                 self._claim, self._has_claimed = int(str(fields["world"])), True
             if name not in ("step", "step_done"):
                 claim = {"claim": self._claim} if self._claim else {}
-                line = {"time": time.time(), "event": name, **fields, **claim}
-                self._log.append(line)
+                self._log.append(
+                    {"time": time.time(), "event": name, **fields, **claim}
+                )
 
     def sync(self) -> None:
         """Writes pending events; logs a failure."""

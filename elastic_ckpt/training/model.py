@@ -207,8 +207,7 @@ def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Progra
         return {"params": params, "opt_state": optimizer.init(params), "step": step}
 
     def init() -> TrainState:
-        key = jax.random.key(sizes.init_weights_seed)
-        return begin(init_params(key, sizes))
+        return begin(init_params(jax.random.key(sizes.init_weights_seed), sizes))
 
     summed_loss = functools.partial(
         loss,

@@ -96,8 +96,7 @@ class RunRecords:
         step log, so these losses come from the metrics.
         """
         # If a step was retrained, its later line takes precedence.
-        lines = self.lines(metrics.TRAIN_LOSS)
-        reported = {line["step"]: line["last"] for line in lines}
+        reported = {e["step"]: e["last"] for e in self.lines(metrics.TRAIN_LOSS)}
         points = [
             (
                 float(step),
@@ -195,8 +194,7 @@ def _facts(record: RunRecords) -> list[Fact]:
 
 
 def _interruptions(record: RunRecords) -> Section:
-    judged = record.named("verdict")
-    if not judged:
+    if not record.named("verdict"):
         text = "Nothing failed."
         if changes := len(record.named("recovered")):
             text += f" The slices changed {changes:,} times, as requested."

@@ -34,7 +34,7 @@ from elastic_ckpt.core import (
     storage_cause,
     topology,
 )
-from elastic_ckpt.data import elastic_data, example_id, state
+from elastic_ckpt.data import elastic_data, state
 
 DIRECTORY = "step_log"
 VERSION = 1
@@ -160,7 +160,7 @@ class StepLog:
           row_digests: the digests of the rows, uint32 `[B]`.
           loss: the loss of the batch; None if unknown.
         """
-        ids = example_id.joined(np.asarray(example_ids))
+        ids = elastic_data.join_ids(np.asarray(example_ids))
         fields: dict[str, storage.Json] = {
             "step": step,
             "row": first_row(ids),
@@ -225,8 +225,7 @@ def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
         )
     sharding = batch[elastic_data.EXAMPLE_ID].sharding
     assert isinstance(sharding, NamedSharding)
-    replicated = NamedSharding(sharding.mesh, PartitionSpec())
-    return _jitted(replicated)(batch)
+    return _jitted(NamedSharding(sharding.mesh, PartitionSpec()))(batch)
 
 
 @functools.lru_cache(maxsize=8)
@@ -243,7 +242,7 @@ def first_row(ids: np.ndarray) -> int:
     Uses the median, because padding rows have no row number and a damaged batch may
     have misplaced rows.
     """
-    (places,) = np.nonzero(ids != np.uint64(example_id.NONE))
+    (places,) = np.nonzero(ids != np.uint64(elastic_data.NO_ID))
     first = np.sort(ids[places].astype(np.int64) - places)
     return max(0, int(first[len(first) // 2])) if len(first) else 0
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.data import example_id, mixing, records, sharded_data, stages
+from elastic_ckpt.data import elastic_data, mixing, records, sharded_data, stages
 from elastic_ckpt.data.lm import documents as lm_documents
 from elastic_ckpt.data.lm import rows
 from tests import formats, pipelines, source_contract, worlds
@@ -392,8 +392,8 @@ def check(run, make_directory, files):
     delivered = list(filter(None, actual))
     ids = collections.Counter()
     for batch in delivered:
-        ids.update(example_id.join(batch.pop("example_id")))
-    num_padding = ids.pop(example_id.NONE, 0)
+        ids.update(elastic_data.join_ids(batch.pop("example_id")).tolist())
+    num_padding = ids.pop(elastic_data.NO_ID, 0)
     assert set(ids.values()) <= {1}
     if not run.is_finite:
         return

@@ -25,7 +25,6 @@ from elastic_ckpt.data import (
     rows,
     shard_rows,
     sharded_data,
-    sharded_state,
     stages,
 )
 from tests import conftest, pipelines, worlds
@@ -38,7 +37,7 @@ def save(ranks):
     """One copy of each entry, by the first rank that has it, as PyTorch saves them."""
     saved = {}
     for rank in ranks:
-        saved = sharded_state.ShardedState(rank).state_dict() | saved
+        saved = local_batches.ShardedState(rank).state_dict() | saved
     return saved
 
 
@@ -86,7 +85,7 @@ def world(data, num_ranks=1, size=SIZE, *, num_workers=0, states=None, **more):
         )
         if isinstance(states, dict):
             # Each rank reads the entries that its own state names.
-            by_shard = sharded_state.ShardedState(batches)
+            by_shard = local_batches.ShardedState(batches)
             own = {name: states[name] for name in by_shard.state_dict()}
             by_shard.load_state_dict(own)
         elif states is not None:
@@ -393,5 +392,5 @@ def test_entries_that_do_not_belong_together_are_refused():
         (saved | {"position": "{"}, "'position'.*is truncated"),
     ):
         with pytest.raises(errors.DataError, match=problem):
-            sharded_state.ShardedState(one).load_state_dict(wrong)
+            local_batches.ShardedState(one).load_state_dict(wrong)
     assert save([one]) == before

@@ -388,8 +388,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a run goes back to a step that had diverged",
         "elastic_ckpt/training/callbacks.py",
-        "if step <= since - 2 - margin]",
-        "if step <= since - 1 - margin]",
+        "if step <= since - 2 - margin)",
+        "if step <= since - 1 - margin)",
         ("tests/training/test_divergence.py",),
     ),
     Fault(

@@ -1,7 +1,7 @@
 """A simulated run: the rows it trained on, its step log and its saved data states."""
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data import example_id, rows, stages, state
+from elastic_ckpt.data import elastic_data, rows, stages, state
 from elastic_ckpt.training import provenance, step_log
 from tests import formats
 
@@ -31,7 +31,7 @@ def pieces_of(inputs):
 
 def recorded(batch, step, *, attempt=1):
     """The record of a batch that a step was trained on."""
-    ids = example_id.joined(batch["example_id"])
+    ids = elastic_data.join_ids(batch["example_id"])
     return step_log.StepRecord(
         step=step,
         row=step_log.first_row(ids),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt import training
 from elastic_ckpt.core import errors, storage, topology
-from elastic_ckpt.data import example_id
+from elastic_ckpt.data import elastic_data
 from elastic_ckpt.training import step_log
 
 WORLD = topology.Topology(hosts=2, slices=1, devices=4)
@@ -57,7 +57,7 @@ def test_attempts_are_read_as_they_were_written_in_the_lines_of_the_format(
         # A loss that is no number equals none, but prints as it does.
         assert repr(attempt) == repr(step_log.Attempt(**header, records=tuple(records)))
     log = opened(tmp_path, 3)
-    log.write(3, *rows([7, example_id.NONE]), 0.1)
+    log.write(3, *rows([7, elastic_data.NO_ID]), 0.1)
     log.close()
     *_, (padded,) = (each.records for each in step_log.read(tmp_path))
     assert (padded.row, padded.rows, padded.loss) == (7, 2, 0.1)
@@ -75,7 +75,7 @@ def test_batch_has_its_row_though_rows_are_padding_or_two_are_swapped(
         other = drawn.draw(st.integers(0, size - 1))
         ids[[one, other]] = ids[[other, one]]
     elif len(padding) < size:
-        ids[[n for n in padding if n < size]] = example_id.NONE
+        ids[[n for n in padding if n < size]] = elastic_data.NO_ID
     assert step_log.first_row(ids) == row
 
 

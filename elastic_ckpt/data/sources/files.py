@@ -218,9 +218,7 @@ def read_ahead(file: str, start: int, stop: int) -> None:
 
 def local_copy(file: str) -> str:
     """A local path with the content of `file`, for readers that need one."""
-    if storage.is_local(file):
-        return file
-    return remote_file.copied(_remote(file))
+    return file if storage.is_local(file) else remote_file.copied(_remote(file))
 
 
 def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:

@@ -243,8 +243,7 @@ class Source(abc.ABC):
 def _kept(kind: str, key: storage.Json, find: Callable[[], Found]) -> dict[str, Any]:
     # The result of `find`, cached on disk with everything it depends on as the key.
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    name = f"{digest.json_digest(key)}.json"
-    path = epath.Path(root) / "elastic_ckpt" / kind / name
+    path = epath.Path(root, "elastic_ckpt", kind, f"{digest.json_digest(key)}.json")
     with contextlib.suppress(errors.DataError, OSError):
         return checked_json.read(path, what="index", version=_INDEX_VERSION)
     new = find()._asdict()

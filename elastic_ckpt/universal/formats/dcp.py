@@ -70,9 +70,8 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
       FormatError: if a file is missing, damaged or malformed or refers to a different
         directory, or if parts overlap or are missing.
     """
-    directory = epath.Path(path)
-    if directory.name == FILE:
-        directory = directory.parent
+    given = epath.Path(path)
+    directory = given.parent if given.name == FILE else given
     metadata = str(directory / FILE)
     content = files.read(metadata, most_bytes=torch_file.MOST_PICKLE_BYTES)
     loaded = torch_file.decoded(content, metadata)

@@ -133,8 +133,7 @@ def shapes_of(model: TorchFile) -> list[dict[str, Shape]]:
     Raises:
       FormatError: if the shapes are missing or invalid.
     """
-    groups = model.typed(list, "param_shapes")
-    return [named_shapes(model, group) for group in groups]
+    return [named_shapes(model, each) for each in model.typed(list, "param_shapes")]
 
 
 def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:

@@ -391,8 +391,7 @@ class _Matching:
                 shapes = tuple([each and each.shape for each in given])
                 # Without names.
                 rows = tuple([row[:-1] for row, _ in group])
-                of_tree = repr(self._listed(owner, kept))
-                key = (owner, rows, shapes, of_tree)
+                key = (owner, rows, shapes, repr(self._listed(owner, kept)))
                 number = classes.setdefault(key, len(classes))
                 pending.setdefault(number, (owner, kept, given))
                 class_of[owner, kept] = number

@@ -201,12 +201,10 @@ class Conversion:
                 self._free = host_memory.Pool()
                 for each in batch:
                     if each.values.nbytes >= _LEAST_KEPT_BYTES:
-                        memory = each.values.reshape(-1).view(np.uint8)
-                        self._free.release(memory)
+                        self._free.release(each.values.reshape(-1).view(np.uint8))
 
     def _stored(self, move: Move) -> list[int]:
-        num_stored = len(self.checkpoint.tensors)
-        return stored_of(self.matched, move.source, num_stored)
+        return stored_of(self.matched, move.source, len(self.checkpoint.tensors))
 
 
 class Destination(abc.ABC):
@@ -346,8 +344,7 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
     layout = layout.inverse() if job.is_reversed else layout
     values = dict(checkpoint.values)
     if job.config is not None:
-        path = config_directory(job.config) / weights.CONFIG
-        values |= weights.config_values(path)
+        values |= weights.config_values(config_directory(job.config) / weights.CONFIG)
     layout = layout.with_values(values)
     return _of_weights(layout, checkpoint.tensors) if job.only_weights else layout
 
