@@ -100,11 +100,9 @@ BUDGETS = {
     "training": 22,
     "processes": 9,
     "core": 8,
-    "sidecar": 7,
-    "cli": 6,
-    "elastic": 6,
+    "elastic": 7,
 }
-ORDINARY_BUDGET = 5
+ORDINARY_BUDGET = 6
 
 
 def _room(path: pathlib.Path) -> str:

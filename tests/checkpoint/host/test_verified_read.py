@@ -130,10 +130,8 @@ class LentZeros(Zeros):
 
 @pytest.mark.parametrize("source", [Zeros, LentZeros])
 @pytest.mark.parametrize("parts", [(4, 1), (1, 4)])
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_at_most_512_mib_are_held_beside_the_state(
-    source, parts, is_apart, monkeypatch
-):
+@pytest.mark.parametrize("apart", [False, True])
+def test_at_most_512_mib_are_held_beside_the_state(source, parts, apart, monkeypatch):
     held, most, host = [], [], saved_worlds.host(0)
     shapes = [(2**13, 2**14), (2**12, 2**14)]
 
@@ -162,7 +160,7 @@ def test_at_most_512_mib_are_held_beside_the_state(
         configs = simulated_hosts.choices_of(
             machines, devices, mesh, tier_worlds.tiers, numbers=[0]
         )
-        if is_apart:
+        if apart:
             driver = remote_hosts.RemoteHosts(devices, configs)
         else:
             messages = allgather.Allgather(None, "", host=0, num_hosts=1)
