@@ -93,14 +93,14 @@ def pytest_addoption(parser):
 # What the default tests of a room may cost, in processor seconds of a quiet machine,
 # ended children included. The dearest rooms begin first: the cores end together.
 BUDGETS = {
-    "checkpoint": 45,
-    "data": 40,
-    "model": 28,
-    "universal": 22,
-    "training": 22,
-    "processes": 9,
-    "core": 8,
-    "elastic": 7,
+    "checkpoint": 58,
+    "data": 48,
+    "model": 27,
+    "training": 25,
+    "universal": 24,
+    "core": 9,
+    "processes": 7,
+    "elastic": 6,
 }
 ORDINARY_BUDGET = 6
 
@@ -155,10 +155,10 @@ def pytest_terminal_summary(terminalreporter, config):
     if config.option.markexpr != "not slow and not night":
         return
     budgets = {room: BUDGETS.get(room, ORDINARY_BUDGET) for room in _costs}
-    # On a slow machine all rooms cost more.
+    # On a slow machine all rooms cost more, though not all equally so.
     pace = max(1, _costs.total() / max(1, sum(budgets.values())))
     for room, secs in _costs.most_common():
-        if secs > (budget := 1.25 * pace * budgets[room]):
+        if secs > (budget := 1.5 * pace * budgets[room]):
             terminalreporter.write_line(
                 f"tests/{room} took {secs:.0f} processor seconds, not {budget:.0f}"
             )
