@@ -223,9 +223,8 @@ class HeadArrays:
             # Assumes the widest dtype while the saved dtype is unknown.
             item_bytes = np.dtype(dtype or np.float64).itemsize
             # Parts are joined in the accelerators' own memory.
-            can_join = isinstance(sharding, NamedSharding) and (
-                sharding.memory_kind in (None, "device")
-            )
+            kind = sharding.memory_kind if sharding else "head"
+            can_join = kind in (None, "device")
             most_bytes = self._most_bytes if cut and can_join else math.inf
             for part in _parts(shard, item_bytes, most_bytes):
                 sizes = zip(whole, shard, part.shape, strict=True)
@@ -514,9 +513,12 @@ def joined(leaf: trees.AskedLeaf, parts: Mapping[boxes.Box, jax.Array]) -> jax.A
             shard = jax.lax.dynamic_update_slice(shard, array, part.start)
         return shard
 
-    # The joined leaf takes the place of its parts; nothing moves between devices.
-    with jax.set_mesh(sharding.mesh), jax.enable_x64(True):
+    on = sharding
+    if isinstance(sharding, SingleDeviceSharding):
+        on = NamedSharding(Mesh([*sharding.device_set], (_ONE,)), PartitionSpec())
+    # Nothing moves between devices.
+    with jax.set_mesh(on.mesh), jax.enable_x64(True):
         joins = jax.shard_map(
-            join, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+            join, in_specs=on.spec, out_specs=on.spec, check_vma=False
         )
         return jax.jit(joins, out_shardings=sharding)(*parts.values())

@@ -123,7 +123,7 @@ def test_leaves_of_all_kinds_come_back_bit_by_bit(machines, group_bytes, monkeyp
         alone = mesh.devices.flat[1]
         other = Mesh(mesh.devices[::-1, ::-1].T, ("a", "b"))
         state = stock_program.state(mesh) | {
-            "alone": jax.device_put(jnp.arange(3.0), alone),
+            "alone": jax.device_put(jnp.arange(30.0), alone),
             "empty": jax.device_put(jnp.zeros((0, 3)), alone),
             "other": jax.device_put(
                 jnp.arange(8.0), NamedSharding(other, PartitionSpec("b"))
