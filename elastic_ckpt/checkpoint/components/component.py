@@ -77,7 +77,6 @@ _CHOICES = (
     "choose on_resize='reset' (use the initial state), 'from_first' (use the first"
     " old state everywhere), or a function (old_states, new_count) -> new states"
 )
-# The machine's boot ID on Linux, which its containers share.
 # How long hosts wait for each other's machine IDs.
 _PATIENCE_SECS = 60.0
 
