@@ -39,7 +39,7 @@ class OwnFormat(NamedTuple):
       golden: A file in tests/golden.
       file: Its path below the directory that is written and read.
       value: What is in the golden file.
-      content: The bytes of the value, as the product writes them.
+      write: Writes the value as the product does: the file, or its bytes.
       read: Reads a directory and returns the value, or raises an error that names the
         file.
       schema: Of its JSON, if it has one.
@@ -50,7 +50,7 @@ class OwnFormat(NamedTuple):
     golden: str
     file: str
     value: object
-    content: Callable[[pathlib.Path], bytes]
+    write: Callable[[pathlib.Path], object]
     read: Callable[[pathlib.Path], object]
     schema: pathlib.Path | None = None
     page: pathlib.Path | None = None
@@ -60,6 +60,11 @@ class OwnFormat(NamedTuple):
     def is_json(self) -> bool:
         """Whether the file is JSON: the golden file of any other is base64."""
         return not self.golden.endswith(".txt")
+
+    def written(self, directory: pathlib.Path) -> object:
+        """The bytes of the value, as the product writes them."""
+        content = self.write(directory)
+        return (directory / self.file).read_bytes() if content is None else content
 
     def golden_bytes(self, directory: pathlib.Path) -> bytes:
         """The content of the golden file."""
@@ -143,16 +148,6 @@ CLAIM = records.Record(
 ORBAX_FILES = {"state/_METADATA": b"{}", "_CHECKPOINT_METADATA": b"[]"}
 
 
-def _written(file: str, write: Callable[[pathlib.Path], object]):
-    """The content of a file that `write` makes in a directory."""
-
-    def content(directory):
-        write(directory)
-        return (directory / file).read_bytes()
-
-    return content
-
-
 def _read_manifest(directory):
     path = directory / "manifest-host-01"
     return read_manifest(path, run="run-7", step=40).to_bytes()
@@ -184,7 +179,7 @@ OWN = {
         golden="manifest_v1.txt",
         file="manifest-host-01",
         value=manifest().to_bytes(),
-        content=lambda _: manifest().to_bytes(),
+        write=lambda _: manifest().to_bytes(),
         read=_read_manifest,
         page=STEPS / "FORMAT.md",
     ),
@@ -192,7 +187,7 @@ OWN = {
         golden="component_v1.json",
         file=component.FILE,
         value=DESCRIPTION,
-        content=lambda _: DESCRIPTION.to_bytes(),
+        write=lambda _: DESCRIPTION.to_bytes(),
         read=lambda directory: component.Description.read(epath.Path(directory)),
         schema=COMPONENTS / "schemas" / "component.json",
         page=COMPONENTS / "FORMAT.md",
@@ -201,17 +196,14 @@ OWN = {
         golden="component_state_v1.txt",
         file="global.npz",
         value=repr(STATE),
-        content=_written(
-            "global.npz",
-            lambda path: encoding.write(path / "global.npz", encoding.encode(STATE)),
-        ),
+        write=lambda path: encoding.write(path / "global.npz", encoding.encode(STATE)),
         read=_read_state,
     ),
     "record of a run": OwnFormat(
         golden="record_v1.json",
         file=run_files.RECORD,
         value=RECORD,
-        content=_written(run_files.RECORD, lambda path: run_files.write(path, RECORD)),
+        write=lambda path: run_files.write(path, RECORD),
         read=run_files.read,
         page=TRAINING / "STEP_LOG.md",
     ),
@@ -219,10 +211,7 @@ OWN = {
         golden="run_v1.json",
         file=beside_steps.IDENTITY,
         value=IDENTITY,
-        content=_written(
-            beside_steps.IDENTITY,
-            lambda path: beside_steps.keep(path, IDENTITY, is_first=True),
-        ),
+        write=lambda path: beside_steps.keep(path, IDENTITY, is_first=True),
         read=lambda directory: beside_steps.steps_directory(directory).identity,
         page=STEPS / "FORMAT.md",
     ),
@@ -235,7 +224,7 @@ OWN = {
             line=Line(save="000000000000003", parents=((4, "000000000000001"),)),
             begun_ms=1_780_000_000_123,
         ),
-        content=lambda _: records.to_bytes(CLAIM),
+        write=lambda _: records.to_bytes(CLAIM),
         read=claims.newest,
         page=STEPS / "FORMAT.md",
     ),
@@ -243,11 +232,8 @@ OWN = {
         golden="evaluation_v1.json",
         file="evaluations/40-000000000000003.json",
         value=[(40, '{"loss":2}')],
-        content=_written(
-            "evaluations/40-000000000000003.json",
-            lambda path: beside_steps.record_evaluation(
-                persistent_root.PersistentRoot.from_path(path), EVALUATION
-            ),
+        write=lambda path: beside_steps.record_evaluation(
+            persistent_root.PersistentRoot.from_path(path), EVALUATION
         ),
         read=_read_evaluations,
         lost=[],
@@ -256,9 +242,7 @@ OWN = {
         golden="agents_v1.json",
         file=beside_steps.AGENTS,
         value=AGENTS,
-        content=_written(
-            beside_steps.AGENTS, lambda path: beside_steps.write_agents(path, AGENTS)
-        ),
+        write=lambda path: beside_steps.write_agents(path, AGENTS),
         read=beside_steps.read_agents,
         page=STEPS / "FORMAT.md",
     ),
@@ -266,7 +250,7 @@ OWN = {
         golden="orbax_digests_v1.json",
         file=orbax_view.FILE,
         value=ORBAX_FILES,
-        content=lambda _: orbax_view.to_bytes(ORBAX_FILES),
+        write=lambda _: orbax_view.to_bytes(ORBAX_FILES),
         read=_read_listed,
     ),
 }

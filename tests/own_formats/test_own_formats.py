@@ -41,7 +41,7 @@ def refused(own, directory, content):
 
 
 def test_these_bytes_are_written(own, golden, tmp_path):
-    content = own.content(tmp_path)
+    content = own.written(tmp_path)
     text = content if own.is_json else base64.encodebytes(content)
     golden(own.golden, text.decode())
 
