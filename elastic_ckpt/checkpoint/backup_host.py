@@ -81,7 +81,7 @@ def follow(
     newest = max(held, key=_order, default=_NONE)
     hosts = [Peer(url, client, disk.run) for url in backups]
     # The steps of all backup hosts that respond, possibly including this one.
-    others = [set(each.known_saves()) for each in hosts if not each.listing.problem]
+    others = [set(each.known_saves()) for each in hosts if not each.listing().problem]
     ahead = [each for each in set().union(*others) if _order(each) > _order(newest)]
     if held and not ahead and any(newest not in saves for saves in others):
         _hold(newest, _HOLD_SECS, agents, client)
@@ -99,7 +99,7 @@ def follow(
     if found is None or _order(found.step_id) <= _order(newest):
         return None
     # This host is the one whose agent serves this RAM disk.
-    machines = [each.listing.machine for each in hosts]
+    machines = [each.listing().machine for each in hosts]
     if disk.machine not in machines:
         raise errors.RunError(
             f"none of the backup hosts {backups} is this host, whose RAM disk is"

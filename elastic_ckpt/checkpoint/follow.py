@@ -457,7 +457,7 @@ class _Follower:
         # step.
         urls = list(self._agents.urls.values())
         some = map(self._peer, random.sample(urls, min(_MOST_ASKED, len(urls))))
-        asked = next((each for each in some if not each.listing.problem), None)
+        asked = next((each for each in some if not each.listing().problem), None)
         # None means that none of these agents responds.
         later = {*filter(self._is_later, asked.known_saves())} if asked else None
         now_secs, is_again = time.monotonic(), later == self._searched
@@ -470,8 +470,8 @@ class _Follower:
         peers = list(map(self._peer, urls))
         search = find.search(peers, lines=[self._line], without=self._unreadable)
         self._line, found = search.line, search.newest().found
-        refusing = [each.url for each in peers if each.listing.is_refused]
-        if refusing and not any(each.listing.manifests for each in peers):
+        refusing = [each.url for each in peers if each.listing().is_refused]
+        if refusing and not any(each.listing().manifests for each in peers):
             raise errors.RunError(
                 f"{', '.join(refusing)}: no agent of the run accepts the secret in"
                 f" {self._secret_file}; pass a copy of the `secret` file from the"

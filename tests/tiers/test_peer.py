@@ -3,6 +3,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import threading
 
 import hypothesis
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes, checked_blobs, storage
 from elastic_ckpt.steps import manifest
-from elastic_ckpt.tiers import choices, source
+from elastic_ckpt.tiers import choices, find, source
 from elastic_ckpt.tiers.peers import agent, agent_server, peer, peer_client, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served
@@ -243,6 +244,20 @@ def test_a_transfer_goes_on_where_it_broke_while_there_is_progress(client):
     with ScriptedPeer(lambda connection, _: connection.shutdown(2)) as breaking:
         assert problem(client, breaking.url)
         assert len(breaking.requests) == 1 + len(peer_client.RETRY_SECS)
+
+
+def test_no_peer_waits_for_the_list_of_another(client):
+    all_asked = threading.Barrier(3)
+
+    def respond(connection, _):
+        all_asked.wait(60)
+        connection.sendall(answer(b'{"machine": "", "manifests": []}'))
+
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(ScriptedPeer(respond)).url for _ in range(3)]
+        peers = [peer.Peer(url, client, served.RUN) for url in urls]
+        find.saves(peers)
+        assert not any(each.listing().problem for each in peers)
 
 
 @hypothesis.given(

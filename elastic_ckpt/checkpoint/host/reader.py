@@ -79,7 +79,7 @@ class HostReader:
         if world.passes:
             peers = world.idle_peers([world.number])
             saves = {*world.disk.known_saves(self._slots()), *find.saves(peers)}
-            refusing = [each.url for each in peers if each.listing.is_refused]
+            refusing = [each.url for each in peers if each.listing().is_refused]
             self._exchange.offer(Report(saves=sorted(saves), refusing=refusing))
 
     @calls.call()
@@ -101,7 +101,7 @@ class HostReader:
         known = {*self._reported.saves, *find.saves(ram), *stored}
         peers = [tier for tier in ram if isinstance(tier, Peer)]
         refusing = [*self._reported.refusing]
-        refusing += [each.url for each in peers if each.listing.is_refused]
+        refusing += [each.url for each in peers if each.listing().is_refused]
         return SearchableSteps(
             saves=(*known, *self._foreign_steps()),
             lines=tuple(recorded),

@@ -96,22 +96,28 @@ class Peer:
     list again and reads only new manifests. A failed peer delays the caller by one time
     limit; then the peer is skipped for a while (see `peer_client`) and treated as
     having no steps.
+
+    Attributes:
+      listing: returns the agent's manifests, which it requests the first time.
     """
 
     def __init__(self, url: str, client: PeerClient, run: str) -> None:
         self.url, self._run, self._endpoint = url, run, client.endpoint(url)
+        # A `cached_property` of Python 3.11 has one lock for all peers, so that each
+        # would wait for the lists of others.
+        self.listing = functools.cache(self._list)
 
-    @functools.cached_property
-    def listing(self) -> Listing:
-        """Requests the agent's manifests."""
+    def _list(self) -> Listing:
         try:
             text = self._endpoint.read("/steps", most_bytes=MOST_LISTING_BYTES)
             fields = json.loads(text)
             manifests = codec.decode(list[Listed], fields["manifests"])
             machine = str(fields["machine"])
         except source.ReadError as error:
-            is_refused = isinstance(error, source.RefusedError)
-            return Listing(problem=f"the list of steps {error}", is_refused=is_refused)
+            return Listing(
+                problem=f"the list of steps {error}",
+                is_refused=isinstance(error, source.RefusedError),
+            )
         except _OTHER:
             return Listing(
                 problem=f"the list of steps cannot be read: {self.url} sends something"
@@ -124,13 +130,13 @@ class Peer:
 
     def known_saves(self) -> Sequence[StepId]:
         """See `source.SourceTier`; empty if the peer fails, which `offers` reports."""
-        return sorted({each.step_id for each in self.listing.manifests})
+        return sorted({each.step_id for each in self.listing().manifests})
 
     def offers(self, step: int) -> source.Offered:
         """See `source.SourceTier`."""
         held: list[source.HeldParts] = []
-        problems = list(filter(None, [self.listing.problem]))
-        for each in self.listing.manifests:
+        problems = list(filter(None, [self.listing().problem]))
+        for each in self.listing().manifests:
             if each.step_id.step == step:
                 try:
                     held.append(self._held(each))
