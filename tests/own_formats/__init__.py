@@ -50,7 +50,7 @@ class OwnFormat(NamedTuple):
     golden: str
     file: str
     value: object
-    write: Callable[[pathlib.Path], object]
+    write: Callable[[pathlib.Path], bytes | None]
     read: Callable[[pathlib.Path], object]
     schema: pathlib.Path | None = None
     page: pathlib.Path | None = None
@@ -61,8 +61,7 @@ class OwnFormat(NamedTuple):
         """Whether the file is JSON: the golden file of any other is base64."""
         return not self.golden.endswith(".txt")
 
-    def written(self, directory: pathlib.Path) -> object:
-        """The bytes of the value, as the product writes them."""
+    def written(self, directory: pathlib.Path) -> bytes:
         content = self.write(directory)
         return (directory / self.file).read_bytes() if content is None else content
 
