@@ -99,8 +99,8 @@ BUDGETS = {
     "training": 25,
     "universal": 24,
     "core": 9,
+    "sidecar": 8,
     "processes": 7,
-    "elastic": 6,
 }
 ORDINARY_BUDGET = 6
 
