@@ -10,11 +10,12 @@ from typing import Any
 from absl import logging
 from etils import epath
 
+from elastic_ckpt.checkpoint.components import validation
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.checkpoint.host.saver import HostSaver, Written
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.structure import StepDescription
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.steps.manifest import Contents, Leaf
 from elastic_ckpt.steps.step import Line, StepId
 
@@ -84,6 +85,40 @@ class CapturedStep:
             f"the hosts save different kinds of values as {path!r} ({each}); pass the"
             " same checkpointables on every host"
         )
+
+    def compare_components(self, emit: events.Emit) -> None:
+        """Compares the captured states of replicated components, and reports findings.
+
+        Host 0 writes their states for all hosts, so a host with a different state would
+        silently lose it. All hosts must call this.
+
+        Raises:
+          RunError: if a host does not answer in time.
+        """
+        compared = {
+            name: each
+            for name, each in self.stateful.items()
+            if isinstance(each, Component) and each.is_compared
+        }
+        if not compared:
+            return
+        level = max(
+            (each.validation for each in compared.values()), key=validation.LEVELS.index
+        )
+        # The placeholder of a state that a host could not capture; its save fails
+        # anyway.
+        lacking = {"problem": "its state could not be captured"}
+        states = {
+            name: lacking if each.taken is None else each.taken
+            for name, each in compared.items()
+        }
+        for component in compared.values():
+            component.taken = None
+        findings = validation.compared(
+            states, level=level, kind="replicated components"
+        )
+        if topology.is_primary():
+            validation.report(self.step, findings, emit=emit)
 
     def complete(self, hosts: Hosts) -> tuple[CapturedStep, dict[str, str]]:
         """Omits, on all hosts, optional components that any of the hosts cannot save.

@@ -34,7 +34,6 @@ from typing import Any, TypeVar
 
 from absl import logging
 
-from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.host.backup import HostBackup
 from elastic_ckpt.checkpoint.host.copies import HostCopies
@@ -430,7 +429,7 @@ class SaveStages:
             self._add_due(saving.step_id)
         difference = saving.difference(hosts, [each.kinds_digest for each in of_hosts])
         if difference is None:
-            validation_schedule.compare(saving.step, saving.stateful, emit=self._emit)
+            saving.compare_components(self._emit)
             saving, left_out = saving.complete(hosts)
             for name, why in left_out.items():
                 why = f"it is saved without the optional component {name!r}: {why}"

@@ -14,7 +14,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.cli import option_numbers
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import provenance as documents
 from elastic_ckpt.training import audit, provenance
 

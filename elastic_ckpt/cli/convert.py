@@ -14,8 +14,8 @@ import math
 import time
 from typing import Any
 
-from elastic_ckpt.cli import progress_line
-from elastic_ckpt.core import boxes, errors, option_numbers
+from elastic_ckpt.cli import option_numbers, progress_line
+from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.universal import listing, opening
 from elastic_ckpt.universal.moves import Matched, Move
 from elastic_ckpt.universal.reading import arithmetic

@@ -12,8 +12,8 @@ import argparse
 import dataclasses
 import json
 
-from elastic_ckpt.cli import shared
-from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.cli import option_numbers, shared
+from elastic_ckpt.core import errors
 from elastic_ckpt.inspect import run_files, survey, tier_locations
 
 

@@ -13,7 +13,7 @@ import contextlib
 import jax
 
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import modified_step
+from elastic_ckpt.cli import modified_step
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.inspect import run_files, tier_locations
 from elastic_ckpt.tiers.choices import Persistent

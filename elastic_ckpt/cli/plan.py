@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import option_numbers
+from elastic_ckpt.cli import option_numbers
 from elastic_ckpt.data import cursors, rows
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.training import load

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.cli import option_numbers
+from elastic_ckpt.core import errors
 from elastic_ckpt.core.events import ENDS
 from elastic_ckpt.elastic import scale_request
 from elastic_ckpt.inspect import run_files, status

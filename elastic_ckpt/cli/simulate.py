@@ -15,8 +15,7 @@ import math
 import os
 from collections.abc import Mapping
 
-from elastic_ckpt.cli import shared
-from elastic_ckpt.core import option_numbers
+from elastic_ckpt.cli import option_numbers, shared
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.simulation import failures, plan, simulated_cluster
 from elastic_ckpt.training import load

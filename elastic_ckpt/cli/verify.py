@@ -10,8 +10,8 @@ import argparse
 import dataclasses
 import json
 
-from elastic_ckpt.cli import progress_line, shared
-from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.cli import option_numbers, progress_line, shared
+from elastic_ckpt.core import errors
 from elastic_ckpt.inspect import tier_locations, verification
 
 # The maximum number of problems printed; the JSON has all.

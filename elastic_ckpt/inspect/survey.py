@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.checkpoint import foreign_steps, run_saver
+from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.checkpoint.host import verified_read
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.errors import MOST_NAMED, first_of
 from elastic_ckpt.data import cursors, mixing, records, state
 from elastic_ckpt.inspect.tier_locations import Locations
+from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.manifest import TierName
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.find import FoundStep
@@ -252,7 +253,7 @@ def _stored(path: epath.Path | None, problems: list[str]) -> dict[str, Any]:
     arrays: list[foreign_steps.LeafSummary] = []
     try:
         arrays = foreign_steps.arrays(
-            path, _ITEMS if (path / _ITEMS).exists() else run_saver.STATE
+            path, _ITEMS if (path / _ITEMS).exists() else layout.STATE
         )
     except errors.CheckpointError as error:
         problems.append(str(error))
@@ -264,7 +265,7 @@ def data_of(path: epath.Path) -> SavedData | str | None:
 
     The state is not guaranteed to be one from which a run can continue.
     """
-    directory = path / (_ITERATOR if (path / _ITEMS).exists() else run_saver.DATA)
+    directory = path / (_ITERATOR if (path / _ITEMS).exists() else layout.DATA)
     if not directory.exists():
         return None
     try:

@@ -25,15 +25,20 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint import component_io, run_saver
-from elastic_ckpt.checkpoint.components import validation_schedule
+from elastic_ckpt.checkpoint import component_io
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.data import data_keys, elastic_data
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
-from elastic_ckpt.training import configured, journal, schema
+from elastic_ckpt.training import (
+    configured,
+    journal,
+    run_saver,
+    schema,
+    validation_schedule,
+)
 
 # The inputs of a MaxText step, all int32 `[B, L]`.
 FEATURES = tuple(

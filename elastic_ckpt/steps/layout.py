@@ -30,6 +30,8 @@ from elastic_ckpt.steps.manifest import Leaf
 
 # The directory of the steps, inside the run directory.
 STEPS = "checkpoints"
+# What a run saves in each step: see `training.run_saver`.
+STATE, DATA, CALLBACKS = "state", "data", "callbacks"
 # The checksum follows the values in a chunk's file.
 CHECKSUM_BYTES = 4
 # Larger shards are cut to bound a reader's extra memory.

@@ -23,10 +23,8 @@ from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
 from elastic_ckpt.training import journal, load, schema
 
 with epy.lazy_imports():
-    from elastic_ckpt.checkpoint import run_saver
-    from elastic_ckpt.checkpoint.components import validation_schedule
     from elastic_ckpt.core import topology
-    from elastic_ckpt.training import batch_size
+    from elastic_ckpt.training import batch_size, run_saver, validation_schedule
 
 _QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
 _UNITS = {"": 1} | {

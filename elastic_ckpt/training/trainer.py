@@ -19,8 +19,6 @@ import jax
 from absl import logging
 
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import run_saver
-from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import (
     allgather,
@@ -36,6 +34,7 @@ from elastic_ckpt.data.iterator import Batches
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World
+from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.persistent import claims, leases
 from elastic_ckpt.training import (
@@ -44,7 +43,9 @@ from elastic_ckpt.training import (
     configured,
     journal,
     model,
+    run_saver,
     schema,
+    validation_schedule,
 )
 from elastic_ckpt.training.callbacks import Action, Callbacks, Detection, StepMetrics
 from elastic_ckpt.training.own_loop import RunDirectory
@@ -661,7 +662,7 @@ def initial_weights(
 
 
 def _of_same_leaves(path: str, wanted: Any) -> Any:
-    tree = storage.absolute(path) / run_saver.STATE
+    tree = storage.absolute(path) / layout.STATE
     source = str(tree) if tree.exists() else path
     try:
         return loading.load_leaves(source, wanted)

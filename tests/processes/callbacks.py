@@ -9,8 +9,8 @@ import threading
 import jax
 import numpy as np
 
-from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.elastic import faults
+from elastic_ckpt.training import run_saver
 from elastic_ckpt.training.callbacks import Action, Detection
 
 # The step at which `Planted` finds a divergence.

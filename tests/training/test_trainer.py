@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.ram import ram_disk
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import run_saver, step_log
 from elastic_ckpt.training.callbacks import Action, Detection
 from tests import jobs, runs
 from tests.processes.callbacks import Stateless

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import Sharding
 
 from elastic_ckpt.checkpoint.components import device_digests
@@ -37,6 +38,8 @@ from elastic_ckpt.core import (
     codec,
     digest,
     errors,
+    events,
+    metrics,
     topology,
 )
 
@@ -212,6 +215,23 @@ def compared(
         )
         for path, box, groups in found
     ]
+
+
+def report(step: int, findings: Sequence[Finding], *, emit: events.Emit) -> None:
+    """Logs the findings after a step; also reports them as events and in a metric."""
+    if findings:
+        metrics.VALIDATION_FINDINGS.record(len(findings))
+    for finding in findings:
+        logging.error("step %d: copies differ: %s", step, finding)
+        emit(
+            "replicas_differ",
+            step=step,
+            leaf=finding.leaf,
+            hosts=list(finding.hosts),
+            devices=list(finding.devices),
+            is_certain=finding.is_certain,
+            why=str(finding),
+        )
 
 
 def check_level(level: str) -> None:

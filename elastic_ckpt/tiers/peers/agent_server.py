@@ -28,10 +28,8 @@ agent's manifest binds its service account to a role that may read them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hmac
 import http.client
@@ -40,18 +38,15 @@ import logging
 import math
 import os
 import pathlib
-import signal
 import ssl
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
 
 from aiohttp import http_exceptions, web
 from etils import epath
 
-from elastic_ckpt.core import errors, option_numbers, storage
-from elastic_ckpt.steps import owners
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.peers import agent, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
@@ -65,62 +60,6 @@ MOST_CONNECTIONS = 512
 HEADERS_WITHIN_SECS = 10.0
 # Clients finish interrupted transfers with other agents.
 _ENDING_SECS = 0.1
-_OPTIONS: Mapping[str, Any] = {
-    "root": {
-        "metavar": "directory",
-        "help": "the RAM disk directory to serve",
-    },
-    "--interface": {
-        "default": "127.0.0.1",
-        "help": "the name or address at which other machines reach this one; with TLS,"
-        " the name in the certificate",
-    },
-    "--port": {
-        "type": option_numbers.port,
-        "default": 0,
-        "help": "the port to listen on; by default the system chooses one",
-    },
-    "--secret-file": {
-        "help": "a file with the run's secret; by default DIRECTORY/secret"
-    },
-    "--tls-certificate": {
-        "help": "a PEM file with this machine's certificate; enables TLS"
-    },
-    "--tls-key": {"help": "a PEM file with the certificate's private key"},
-    "--until-stdin-closes": {
-        "action": "store_true",
-        "help": "exit when standard input is closed",
-    },
-}
-_NODE_OPTIONS: Mapping[str, Any] = {
-    "--node": {
-        "action": "store_true",
-        "help": "serve the RAM disks of all current and future runs in the directory",
-    },
-    "--domains": {
-        "default": "",
-        "help": "failure domains of the node, such as rack=r7;zone=us-east5-a",
-    },
-    "--kubernetes-node": {
-        "metavar": "NAME",
-        "help": "the node's name, to read its failure domains from its Kubernetes"
-        " labels",
-    },
-    "--domain-labels": {
-        "default": "",
-        "help": "additional labels to read, by kind of domain: rack=example.com/rack",
-    },
-    "--remove-unused-after": {
-        "type": option_numbers.positive_number,
-        "metavar": "SECS",
-        "help": "remove a run directory that no process has used for this long",
-    },
-    "--max-bytes": {
-        "type": option_numbers.positive_count,
-        "help": "maximum total bytes of all runs; above it, remove the"
-        " longest-unused runs",
-    },
-}
 # The label for each kind of domain, from large to small. Zone and region are well-known
 # Kubernetes labels; GKE sets the others on compactly placed machines ("Schedule GKE
 # workloads with Topology Aware Scheduling", 2026).
@@ -546,54 +485,3 @@ def _below(directory: str, pattern: str) -> list[pathlib.Path]:
     # Runs are in a node's directory, or one level below.
     here = pathlib.Path(directory)
     return [*here.glob(pattern), *here.glob(f"*/{pattern}")]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the agent's arguments."""
-    of_node = parser.add_argument_group("the agent of a node")
-    for group, options in ((parser, _OPTIONS), (of_node, _NODE_OPTIONS)):
-        for name, option in options.items():
-            group.add_argument(name, **option)
-
-
-def service_of(arguments: argparse.Namespace) -> agent.Service:
-    """Builds the `Service` that the arguments describe."""
-    return agent.Service(
-        **{
-            each.name: getattr(arguments, each.name)
-            for each in dataclasses.fields(agent.Service)
-        }
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the agent's address and serves until a signal stops the agent."""
-    serving = functools.partial(serve, service_of(arguments))
-    if arguments.node:
-        serving = functools.partial(
-            serve_node,
-            service_of(arguments),
-            domains=node_domains(
-                owners.parse_domains(arguments.domains, what="--domains"),
-                arguments.kubernetes_node,
-                owners.parse_domains(arguments.domain_labels, what="--domain-labels"),
-            ),
-            unused_after=arguments.remove_unused_after or math.inf,
-            max_bytes=arguments.max_bytes or math.inf,
-        )
-    elif any(getattr(arguments, name[2:].replace("-", "_")) for name in _NODE_OPTIONS):
-        raise errors.ConfigError(
-            f"{', '.join(_NODE_OPTIONS)} apply only to a node's agent; add --node"
-        )
-
-    async def main() -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ended.set)
-        if arguments.until_stdin_closes:
-            # Not `sys.stdin`: an exiting interpreter would wait for its lock.
-            loop.add_reader(0, lambda: os.read(0, 4096) or ended.set())
-        await serving(ended, announce=functools.partial(print, flush=True))
-
-    asyncio.run(main())
-    return 0

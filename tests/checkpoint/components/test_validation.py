@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.components import device_digests
 from elastic_ckpt.checkpoint.components.validation import validate
-from elastic_ckpt.checkpoint.components.validation_schedule import ValidationSchedule
 from elastic_ckpt.checkpoint.host import capture
 from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.training import run_saver
+from elastic_ckpt.training.validation_schedule import ValidationSchedule
 from tests.checkpoint.test_checkpointer import stored
 from tests.recorded_events import RecordedEvents
 

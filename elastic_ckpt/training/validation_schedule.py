@@ -1,22 +1,16 @@
-"""Decides when to compare copies, and reports differences.
+"""Decides when a run compares the copies of its state: before saves, at intervals.
 
-The run's state is compared before saves and at intervals. Replicated components are
-compared in each save: host 0 writes the state for all hosts, so a host with a different
-state would silently lose it, and all hosts would continue from a state that perhaps
-only host 0 had.
+Each save compares replicated components by itself (`CapturedStep.compare_components`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from absl import logging
-
 from elastic_ckpt.checkpoint.components import validation
-from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import errors, events, metrics, topology
 
 
@@ -76,7 +70,7 @@ class ValidationSchedule:
         metrics.VALIDATION.record(secs)
         if topology.is_primary():
             # The findings are the same on all hosts.
-            report(step, findings, emit=self.emit)
+            validation.report(step, findings, emit=self.emit)
             self.emit(
                 "validated",
                 step=step,
@@ -100,48 +94,3 @@ class ValidationSchedule:
             why = f"the copies of the state differ after step {step}"
             self.emit("step_preserved", step=kept, why=why)
         return findings
-
-
-def report(
-    step: int, findings: Sequence[validation.Finding], *, emit: events.Emit
-) -> None:
-    """Logs the findings after a step; also reports them as events and in a metric."""
-    if findings:
-        metrics.VALIDATION_FINDINGS.record(len(findings))
-    for finding in findings:
-        logging.error("step %d: copies differ: %s", step, finding)
-        emit(
-            "replicas_differ",
-            step=step,
-            leaf=finding.leaf,
-            hosts=list(finding.hosts),
-            devices=list(finding.devices),
-            is_certain=finding.is_certain,
-            why=str(finding),
-        )
-
-
-def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> None:
-    """Compares the states that a save has captured from replicated components.
-
-    All hosts must call this.
-
-    Raises:
-      RunError: if a host does not answer in time.
-    """
-    compared = {
-        name: each
-        for name, each in components.items()
-        if isinstance(each, Component) and each.is_compared
-    }
-    if not compared:
-        return
-    level = max((e.validation for e in compared.values()), key=validation.LEVELS.index)
-    # The placeholder of a state that a host could not capture; its save fails anyway.
-    lacking = {"problem": "its state could not be captured"}
-    states = {n: lacking if e.taken is None else e.taken for n, e in compared.items()}
-    for component in compared.values():
-        component.taken = None
-    findings = validation.compared(states, level=level, kind="replicated components")
-    if topology.is_primary():
-        report(step, findings, emit=emit)

@@ -9,9 +9,9 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
-from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, events, metrics, topology
 from elastic_ckpt.data import iterator
+from elastic_ckpt.training import run_saver
 from tests.checkpoint.test_checkpointer import stored
 from tests.recorded_events import RecordedEvents
 
@@ -23,12 +23,14 @@ def batches(data):
 
 
 @pytest.fixture
-def start(make, batches):
+def start(tmp_path, batches):
     """Starts a run over storage, and RAM unless it is None."""
     with contextlib.ExitStack() as stack:
 
         def start(ram="ram", emit=events.nobody, every=2, **saved):
-            opened = make(ram=ram, every=every, local={"every": every}, emit=emit)
+            tiers = [ec.Local(tmp_path / ram, every=every)] if ram else []
+            tiers.append(ec.Persistent(tmp_path / "steps", every=every))
+            opened = ec.Checkpointer(tiers, run="run", emit=emit)
             saved = run_saver.Saved(**saved)
             run = run_saver.RunSaver(checkpointer=opened, saved=saved, data=batches)
             stack.callback(run.close)
@@ -38,9 +40,8 @@ def start(make, batches):
 
 
 def state(value=0.0):
-    mesh = topology.mesh_of(topology.present(2))
-    weights = np.arange(16, dtype=np.float32) + value
-    return {"w": jax.device_put(weights, topology.batch_sharding(mesh))}
+    sharding = topology.batch_sharding(topology.mesh_of(topology.present(2)))
+    return {"w": jax.device_put(np.arange(16, dtype=np.float32) + value, sharding)}
 
 
 @pytest.mark.parametrize("ram", ["ram", None])

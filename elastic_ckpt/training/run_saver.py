@@ -18,15 +18,9 @@ from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
 from elastic_ckpt.checkpoint.components import component
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import bucket_clients, errors, metrics, topology
-from elastic_ckpt.steps import layout
+from elastic_ckpt.steps.layout import CALLBACKS, DATA, STATE
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers import preserved
-
-# The steps directory, inside the run directory.
-DIRECTORY = layout.STEPS
-STATE = "state"
-DATA = "data"
-CALLBACKS = "callbacks"
 
 
 class Callbacks(Protocol):
