@@ -11,9 +11,9 @@ from elastic_ckpt.core.allgather import FAN_IN, Allgather, HostTree
 from tests.core import thread_store
 
 
-def on_hosts(num_hosts, drive, *, hosts=None):
+def on_hosts(num_hosts, drive, *, hosts=None, lost=""):
     """The result or error of each host, in the order of `hosts`; and the store."""
-    store = thread_store.Store()
+    store = thread_store.Store(lost)
     with futures.ThreadPoolExecutor(num_hosts) as threads:
         doing = [
             threads.submit(
@@ -71,8 +71,9 @@ def test_each_host_waits_for_those_of_its_branch_that_come_before(order):
 
 
 def test_a_host_that_is_missing_is_named_on_all_hosts():
+    options = {"hosts": [0, 1, 3], "lost": "test/kind/0/2"}
     results, _ = on_hosts(
-        4, lambda own: own.gather("kind", own.host, timeout_secs=0.01), hosts=[0, 1, 3]
+        4, lambda own: own.gather("kind", own.host, timeout_secs=60), **options
     )
     assert {type(each) for each in results} == {errors.RunError}
     assert all(" (kind) from these hosts: 2;" in str(each) for each in results)
