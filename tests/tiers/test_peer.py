@@ -209,7 +209,7 @@ def test_a_wrong_answer_is_a_read_error(client):
 
 def test_a_peer_that_is_silent_or_gone_costs_its_time_once_and_is_then_left_alone():
     for act in (read, lambda client, url: client.endpoint(url).put(PART, SAVED)):
-        with ScriptedPeer(b"") as silent, client_of(timeout_secs=0.5) as hasty:
+        with ScriptedPeer(b"") as silent, client_of(timeout_secs=2) as hasty:
             assert "timed out" in problem(hasty, silent.url, act)
             for again in (read, act, read):
                 assert "is skipped for" in problem(hasty, silent.url, again)
