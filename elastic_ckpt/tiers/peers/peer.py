@@ -104,29 +104,9 @@ class Peer:
     def __init__(self, url: str, client: PeerClient, run: str) -> None:
         self.url, self._run, self._endpoint = url, run, client.endpoint(url)
         # A `cached_property` of Python 3.11 has one lock for all peers, so that each
-        # would wait for the lists of others.
-        self.listing = functools.cache(self._list)
-
-    def _list(self) -> Listing:
-        try:
-            text = self._endpoint.read("/steps", most_bytes=MOST_LISTING_BYTES)
-            fields = json.loads(text)
-            manifests = codec.decode(list[Listed], fields["manifests"])
-            machine = str(fields["machine"])
-        except source.ReadError as error:
-            return Listing(
-                problem=f"the list of steps {error}",
-                is_refused=isinstance(error, source.RefusedError),
-            )
-        except _OTHER:
-            return Listing(
-                problem=f"the list of steps cannot be read: {self.url} sends something"
-                " else"
-            )
-        # Drops manifests that are no longer listed.
-        listed, known = set(manifests), self._endpoint.manifests.items()
-        self._endpoint.manifests = {name: of for name, of in known if name in listed}
-        return Listing(machine, manifests)
+        # would wait for the lists of others; and a method of this object would keep it
+        # until the next garbage collection, which training loops turn off.
+        self.listing = functools.cache(functools.partial(_listing, self._endpoint))
 
     def known_saves(self) -> Sequence[StepId]:
         """See `source.SourceTier`; empty if the peer fails, which `offers` reports."""
@@ -164,3 +144,25 @@ class Peer:
             known[listed] = parsed
         there = known[listed].at("local", self.url)
         return source.HeldParts(there, PeerSource(self._endpoint, directory))
+
+
+def _listing(endpoint: Endpoint) -> Listing:
+    try:
+        text = endpoint.read("/steps", most_bytes=MOST_LISTING_BYTES)
+        fields = json.loads(text)
+        manifests = codec.decode(list[Listed], fields["manifests"])
+        machine = str(fields["machine"])
+    except source.ReadError as error:
+        return Listing(
+            problem=f"the list of steps {error}",
+            is_refused=isinstance(error, source.RefusedError),
+        )
+    except _OTHER:
+        return Listing(
+            problem=f"the list of steps cannot be read: {endpoint.url} sends something"
+            " else"
+        )
+    # Drops manifests that are no longer listed.
+    listed, known = set(manifests), endpoint.manifests.items()
+    endpoint.manifests = {name: of for name, of in known if name in listed}
+    return Listing(machine, manifests)
