@@ -508,13 +508,17 @@ class _Follower:
 
 def _resolved(tree: Any, name: str, found: find.FoundStep) -> structure.AskedTrees:
     # Matches the requested trees with the step; other leaves are omitted.
-    contents, step = found.table.contents, found.step_id.step
+    saved = structure.saved_trees(found.table.contents)
     if tree is None:
-        whole = structure.saved_trees(contents).get(name, {})
+        whole = saved.get(name) or {}
         weights = [k for k in _WEIGHTS if isinstance(whole, Mapping) and k in whole]
         tree = {key: whole[key] for key in weights[:1]} or None
     asked = structure.resolve(
-        {name: tree}, contents, step=step, partial=True, may_add=False
+        {name: tree},
+        saved,
+        what=f"step {found.step_id.step}",
+        partial=True,
+        may_add=False,
     )
     for path, leaf in trees.leaves(asked.read).items():
         sharding = getattr(leaf, "sharding", None)

@@ -22,12 +22,11 @@ from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import component_io
+from elastic_ckpt.checkpoint import component_io, structure
 from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import persistent_root, records
 
-_NUMBER, _TEXT = "a number", "a text"
 _REFUSED = (
     "array.loading.enable_padding_and_truncation",
     "array.loading.raise_array_data_missing_error",
@@ -113,7 +112,7 @@ def load(
         if saved[name] is None and not hasattr(tree, "DESCRIPTOR"):
             raise _unreadable(path, name, "Orbax does not describe its content")
         if tree is not None and not partial and saved[name] is not None:
-            trees.check_same_model(str(path), *forms(saved[name], tree))
+            structure.resolve({name: tree}, saved, what=str(path), partial=False)
     context = checked_context()
     context.pytree.loading.partial_load = partial
     # Components first: they are small, and an error leaves nothing half loaded.
@@ -181,46 +180,11 @@ def _unreadable(path: epath.Path, name: str, why: str) -> errors.CheckpointError
     )
 
 
-def forms(saved: Any, wanted: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """The forms of two trees' leaves, by path, which are equal if the trees match.
-
-    Args:
-      saved: the saved pytree, whose leaves have a `shape` or are numbers or strings.
-      wanted: the requested tree. Shapes must match, and strings must be requested as
-        strings; `...` and None skip a leaf.
-    """
-    before = {path: _form(leaf) for path, leaf in _leaves(saved).items()}
-    now: dict[str, str] = {}
-    for path, leaf in _leaves(wanted, with_none=True).items():
-        if leaf is None or leaf is ...:
-            before.pop(path, None)
-            continue
-        now[path] = _form(leaf)
-        if now[path] == _NUMBER and before.get(path) != _TEXT:
-            # Orbax decides which leaves it can restore as a number.
-            now[path] = before.get(path, "a leaf")
-        elif before.get(path) == _NUMBER:
-            before[path] = _form(np.zeros(()))
-    return before, now
-
-
-def _form(leaf: Any) -> str:
-    if leaf is str or isinstance(leaf, str):
-        return _TEXT
-    if isinstance(leaf, type) or not hasattr(leaf, "shape"):
-        return _NUMBER
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        # For typed random keys, their data is saved.
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return str(list(leaf.shape))
-
-
-def _leaves(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
+def _leaves(tree: Any) -> dict[str, Any]:
     # The leaves, keyed by paths such as `opt_state/1/0/mu/embedding`.
-    is_leaf = (lambda node: node is None) if with_none else None
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
 

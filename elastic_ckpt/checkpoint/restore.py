@@ -207,25 +207,19 @@ def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata
     """
     if checkpoint.save:
         hosts.all(HostReader.open_step, checkpoint.step_id)
-        contents = hosts.opened()
+        saved = structure.saved_trees(hosts.opened())
         hosts.all(HostReader.close_step)
-        return dataclasses.replace(checkpoint, metadata=_held(contents))
+        described = jax.tree.map(
+            lambda leaf: "string" if isinstance(leaf, str) else leaf, saved
+        )
+        return dataclasses.replace(checkpoint, metadata=described)
     assert checkpoint.path is not None
-    saved = v0.metadata.get_step_metadata(checkpoint.path)
+    times = v0.metadata.get_step_metadata(checkpoint.path)
     return dataclasses.replace(
         checkpoint,
-        init_timestamp_nsecs=saved.init_timestamp_nsecs,
+        init_timestamp_nsecs=times.init_timestamp_nsecs,
         metadata=foreign_steps.read_checkpointables(checkpoint.path),
     )
-
-
-def _held(contents: Contents) -> dict[str, Any]:
-    # A step's contents, described as in Orbax.
-    trees = structure.saved_trees(contents)
-    described = jax.tree.map(
-        lambda leaf: "string" if isinstance(leaf, str) else leaf, trees
-    )
-    return dict.fromkeys(contents.components) | described
 
 
 # Matches a user's layout with a saved tree before values are read (implemented by
@@ -339,10 +333,11 @@ class Restorer:
             read = self._relayout(contents, name, tree, self._layout)
             return functools.partial(self._read_other, checkpoint, name, read)
 
-        others = self._of_layout(_held(contents), other)
+        saved = structure.saved_trees(contents)
+        others = self._of_layout(saved, other)
         rest = {name: each for name, each in self._trees.items() if name not in others}
         asked = structure.resolve(
-            rest, contents, step=checkpoint.step, partial=self._partial
+            rest, saved, what=f"step {checkpoint.step}", partial=self._partial
         )
         stateful = sorted(self._stateful)
         try:
@@ -452,7 +447,7 @@ class Restorer:
                 for name, tree in self._trees.items()
                 if tree is not None
                 and name in saved
-                and operator.ne(*foreign_steps.forms(saved[name], tree))
+                and structure.is_other(name, tree, saved)
             },
         )
 

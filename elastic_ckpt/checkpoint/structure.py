@@ -243,7 +243,7 @@ def _checked_json(abstract: Mapping[str, Any]) -> str:
 
 
 def saved_trees(contents: Contents) -> dict[str, Any]:
-    """The saved trees with abstract leaves, keyed by name.
+    """The saved trees with abstract leaves, by name, and None for each component.
 
     Arrays have their saved sharding, if all of its devices exist. Strings have their
     values; numbers have an arbitrary value of their type.
@@ -251,7 +251,8 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
     Raises:
       CheckpointError: if the manifests describe the trees in an unsupported way.
     """
-    return _trees(contents, _sharding, _on_devices)
+    named = dict.fromkeys(contents.components)
+    return named | _trees(contents, _sharding, _on_devices)
 
 
 def _trees(
@@ -443,9 +444,9 @@ class AskedTrees:
 
 def resolve(
     asked: Mapping[str, Any],
-    contents: Contents,
+    saved: Mapping[str, Any],
     *,
-    step: int,
+    what: str,
     partial: bool,
     may_add: bool = True,
 ) -> AskedTrees:
@@ -453,8 +454,9 @@ def resolve(
 
     Args:
       asked: trees by name; None requests a whole tree as it was saved.
-      contents: the step's contents.
-      step: the step number.
+      saved: all checkpointables of the step, as `saved_trees` or
+        `foreign_steps.read_checkpointables` describes them.
+      what: the step, as named in messages.
       partial: whether the request may omit saved leaves.
       may_add: whether, if `partial` is set, the request may have leaves that were not
         saved; they stay unchanged.
@@ -463,17 +465,15 @@ def resolve(
       CheckpointError: if the step lacks a leaf, or has it in a different form; the
         message names the leaf.
     """
-    saved = saved_trees(contents)
-    missing = sorted(asked.keys() - saved.keys())
+    missing = sorted(name for name in asked if saved.get(name) is None)
     if missing:
-        there = sorted({*saved, *contents.components})
         raise errors.CheckpointError(
-            f"step {step} contains no pytrees named {missing}; it contains {there}."
+            f"{what} contains no pytrees named {missing}; it contains {sorted(saved)}."
             " Request only these, and for each component pass an object that can load"
             " it"
         )
     abstract = {n: saved[n] if tree is None else tree for n, tree in asked.items()}
-    leaves = _with_none(saved)
+    leaves = trees.leaves({name: saved[name] for name in asked})
     resolved = {
         path: _resolved(path, leaf, leaves.get(path), may_add=partial and may_add)
         for path, leaf in _with_none(abstract).items()
@@ -481,21 +481,36 @@ def resolve(
     structure = jax.tree.structure(abstract, is_leaf=_is_none)
     given = structure.unflatten([stays for stays, _ in resolved.values()])
     read = structure.unflatten([form for _, form in resolved.values()])
-    # Leaf shapes, by path; "text" for strings.
-    texts = {path: "text" for path, leaf in leaves.items() if isinstance(leaf, str)}
-    there = texts | {leaf.path: str(list(leaf.shape)) for leaf in contents.arrays}
-    now = dict.fromkeys(texts.keys() & resolved.keys(), "text") | {
+    texts = {path for path in resolved if isinstance(leaves.get(path), str)}
+    now = dict.fromkeys(texts, _shape("")) | {
         leaf.path: str(list(leaf.shape)) for leaf in trees.asked(read)
     }
-    skipped = {path for path, (_, form) in resolved.items() if form is None}
     kept = {
-        path: shape
-        for path, shape in there.items()
-        if path in now
-        or not (partial or path in skipped or path.partition("/")[0] not in asked)
+        path: _shape(leaf)
+        for path, leaf in leaves.items()
+        if path in now or not (partial or path in resolved)
     }
-    trees.check_same_model(f"step {step}", kept, now)
+    trees.check_same_model(what, kept, now)
     return AskedTrees(read=read, given=given)
+
+
+def is_other(name: str, tree: Any, saved: Mapping[str, Any]) -> bool:
+    """Whether a requested tree differs from the saved one; see `resolve`."""
+    try:
+        resolve({name: tree}, saved, what="the step", partial=False)
+    except errors.CheckpointError:
+        return True
+    return False
+
+
+def _shape(leaf: Any) -> str:
+    # The shape of a saved leaf, as `trees.asked` returns that of a requested one.
+    if isinstance(leaf, str):
+        return "text"
+    if trees.is_key(leaf):
+        # A key is saved as its data.
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return str(list(getattr(leaf, "shape", ())))
 
 
 def _is_none(node: Any) -> bool:
@@ -552,7 +567,8 @@ def _form(path: str, leaf: Any, was: Any) -> Any:
             f" as {leaf.dtype}, which yields different numbers; request the saved"
             " implementation (see jax_default_prng_impl)"
         )
-    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+    are_abstract = all(isinstance(each, jax.ShapeDtypeStruct) for each in (leaf, was))
+    if are_abstract and leaf.sharding is None:
         # Without a requested sharding, an array keeps the saved one.
-        return leaf.update(sharding=getattr(was, "sharding", None))
+        return leaf.update(sharding=was.sharding)
     return leaf
