@@ -510,7 +510,7 @@ def _resolved(tree: Any, name: str, found: find.FoundStep) -> structure.AskedTre
     # Matches the requested trees with the step; other leaves are omitted.
     saved = structure.saved_trees(found.table.contents)
     if tree is None:
-        whole = saved.get(name) or {}
+        whole: Any = saved.get(name)
         weights = [k for k in _WEIGHTS if isinstance(whole, Mapping) and k in whole]
         tree = {key: whole[key] for key in weights[:1]} or None
     asked = structure.resolve(

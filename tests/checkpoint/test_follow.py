@@ -97,9 +97,9 @@ def test_after_a_rollback_what_is_saved_again_is_yielded_and_nothing_else(tmp_pa
         steps = followed(tmp_path, timeout_secs=0)
         before = next(steps)
         checkpointer.load(1, roll_back=True)
-        tiered_steps.save(checkpointer, 2)
+        assert checkpointer.save(2, jax.numpy.float32(7))
         again = next(steps)
-        assert [before.step, again.step] == [3, 2]
+        assert (before.step, again.step, float(again.load())) == (3, 2, 7)
         assert again.save > before.save
         # The newer step is still in RAM, and abandoned.
         assert list(steps) == []
